@@ -30,7 +30,7 @@ from ..kernels import (
     prefill_with_lse,
     sum_attention,
 )
-from ..kernels.attend_chunked import attend_chunked, observe_chunked
+from ..kernels.attend_chunked import attend_chunked
 from ..policies import Policy
 from .compressed_kv import CompressedKV
 from .full import full_attention
@@ -93,10 +93,8 @@ def attend_observed(
     if not in_order and (few or chunked) and "eager" not in implementation and not kwargs.get("dropout"):
         if chunked and not few:
             hidden = None if (shown := valid()) is None else ~shown
-            if observed is None:
-                out, attention_sums = attend_chunked(query, key.attention_inputs, hidden, **options)[0], None
-            else:
-                out, attention_sums = observe_chunked(query, key.attention_inputs, hidden, observed=observed[:, last], **options)
+            counted = None if observed is None else observed[:, last]
+            out, _, attention_sums = attend_chunked(query, key.attention_inputs, hidden, observed=counted, **options)
         else:
             out, attention_sums = _attend_on_codes(query, key, new, valid, observed, options)
         observer.end_attention(attention_sums)

@@ -176,7 +176,7 @@ def route(
     if many and isinstance(key, ExpandedKV) and padding.fits:
         out = key.expansion.attend_blocks(query, hidden, scaling=options["scaling"])
     elif many and not latents and not on_codes(query, key.attention_inputs, shown):
-        out, _ = attend_chunked(query, key.attention_inputs, hidden, left=padding.left, **options)
+        out = attend_chunked(query, key.attention_inputs, hidden, left=padding.left, **options)[0]
     else:
         out = key.attend(query, shown, causal=causal, **options)
     return out.transpose(1, 2).contiguous(), None

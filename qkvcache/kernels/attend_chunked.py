@@ -15,7 +15,7 @@ The query heads of a group are rows of their KV head, so that keys and values ar
 rotated stay rotated in the scratch: queries are rotated before, and the merged output of the chunks is rotated back.
 `attention/route.py` has the number of queries from which this is faster than kernels that read the codes.
 
-The weights that policies need (`observe_chunked`) depend on the normalisers, which are known after the merge. The parts
+The weights that policies need depend on the normalisers, which are known after the merge. The parts
 are then read a second time, the last chunk first, which is still in the scratch.
 """
 
@@ -89,52 +89,6 @@ def supports_queries(query: Tensor, value_dim: int) -> bool:
     )
 
 
-def attend_chunked(
-    query: Tensor,
-    attention_inputs: AttentionInputs,
-    hidden: Tensor | None = None,
-    *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    left: LeftPadding | None = None,
-    chunk_tokens: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Causal attention of the last `Q` tokens: the output `[B, Hq, Q, D]` in the query's dtype, and the log of the normaliser, fp32
-    `[B, Hq, Q]`.
-
-    Args:
-        query: `[B, Hq, Q, D]`, `Hq` a multiple of the KV heads; the tokens of the queries are the last `Q` of the attention inputs, and
-        exact.
-        hidden: columns that no query sees, bool `[B or 1, T]` (padding), or `[B, H, T]` where heads have pages of their own and store
-        different numbers of tokens; or None.
-        scaling: factor on the scores, `D ** -0.5` by default.
-        softcap: `softcap * tanh(score / softcap)` before the mask (Gemma 2), in plain torch.
-        sinks: a learned logit for each query head, `[Hq]`, that takes part in the softmax and has no value (gpt-oss).
-        left: `hidden` as left padding, if it is left padding and nothing else.
-        chunk_tokens: the most tokens of a chunk. None: the fastest number for these queries.
-    """
-    return _attend(query, ChunkedKV.of(attention_inputs), hidden, scaling, softcap, sinks, chunk_tokens, left=left)[:2]
-
-
-def observe_chunked(
-    query: Tensor,
-    attention_inputs: AttentionInputs,
-    hidden: Tensor | None = None,
-    *,
-    observed: Tensor,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    chunk_tokens: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Run `attend_chunked` and return its output and the accumulated attention of each token, fp32 `[B, H, T]`: its
-    softmax weights, summed over the group's query heads and over the last `W` queries, each of which counts `observed`
-    times, fp32 `[B, W]`; 0 for padding."""
-    out, _, attention_sums = _attend(query, ChunkedKV.of(attention_inputs), hidden, scaling, softcap, sinks, chunk_tokens, observed)
-    return out, attention_sums  # type: ignore[return-value]
-
-
 def attend_chunked_pages(
     query: Tensor, pages: Pages, begin: int, end: int, sinks: Pair, recent: Pair, *, scaling: float | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -142,7 +96,8 @@ def attend_chunked_pages(
     `[B, H, T, D]`: first tokens, and those after the pages, of which the last `Q` are those of the queries `[B, Hq, Q, D]`."""
 
     # Prompts of a batch are cut anywhere, so that no plan of cuDNN's would serve twice.
-    return _attend(query, ChunkedKV.of_pages(pages, begin, end, sinks, recent), None, scaling, None, None, CHUNK_TOKENS, plans=False)[:2]
+    tokens = ChunkedKV.of_pages(pages, begin, end, sinks, recent)
+    return attend_chunked(query, tokens, scaling=scaling, chunk_tokens=CHUNK_TOKENS, plans=False)[:2]
 
 
 def _pieces_of_pages(pages: Pages, begin: int, end: int, size: int) -> Iterator[Piece]:
@@ -185,20 +140,37 @@ class ChunkedKV:
         return ChunkedKV(exact, before, functools.partial(_pieces_of_blocks, packed))
 
 
-def _attend(
+def attend_chunked(
     query: Tensor,
-    tokens: ChunkedKV,
-    hidden: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    chunk_tokens: int | None,
-    observed: Tensor | None = None,
+    tokens: AttentionInputs | ChunkedKV,
+    hidden: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     left: LeftPadding | None = None,
+    observed: Tensor | None = None,
+    chunk_tokens: int | None = None,
     plans: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The output, the log-sum-exp, and the accumulated attention of each token, which takes a second pass, if queries are `observed`.
-    `plans`: whether steps of the same number of queries will follow."""
+    """Causal attention of the last `Q` tokens: the output `[B, Hq, Q, D]` in the query's dtype, and the log of the normaliser, fp32
+    `[B, Hq, Q]`. If queries are `observed`, a second pass also gives the accumulated attention of each token, fp32 `[B, H, T]`: its softmax
+    weights, summed over the group's query heads and over the observed queries.
+
+    Args:
+        query: `[B, Hq, Q, D]`, `Hq` a multiple of the KV heads; the tokens of the queries are the last `Q` of `tokens`, and exact.
+        hidden: columns that no query sees, bool `[B or 1, T]` (padding), or `[B, H, T]` where heads have pages of their own and store
+        different numbers of tokens; or None.
+        scaling: factor on the scores, `D ** -0.5` by default.
+        softcap: `softcap * tanh(score / softcap)` before the mask (Gemma 2), in plain torch.
+        sinks: a learned logit for each query head, `[Hq]`, that takes part in the softmax and has no value (gpt-oss).
+        left: `hidden` as left padding, if it is left padding and nothing else.
+        observed: how often each of the last `W` queries counts, fp32 `[B, W]`; 0 for padding.
+        chunk_tokens: the most tokens of a chunk. None: the fastest number for these queries.
+        plans: whether steps of the same number of queries will follow, so that plans of cuDNN are used again.
+    """
+    if isinstance(tokens, AttentionInputs):
+        tokens = ChunkedKV.of(tokens)
     batch, query_heads, queries, dim = query.shape
     exact, before = tokens.exact, tokens.before
     heads = exact[0].shape[1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ class Pages:
     def codecs(self) -> tuple[Codec, Codec]:
         return self.key, self.value
 
-    @property
+    @cached_property
     def planes(self) -> tuple[Codes, Codes]:
         """The planes of the first slab with an index for each entry, for kernels. Where `step` is not 1, they overlap themselves, and torch
         does not record CUDA graphs of code that is given them."""

@@ -200,7 +200,7 @@ class PagedTokens:
 
     def _compact(self, fewer: bool) -> None:
         """Moves the pages into a new pool, if no other table has pages of the present one, and half of it is free, or there are `fewer`
-        rows than before."""
+        rows than before; `bind` must follow."""
         pool, pages = self.pool, _pages(self.numbers)
         free = len(pool.free())
         if not free or (2 * free < pool.capacity and not fewer) or int(pool.owners.sum()) != pages.size:
@@ -216,7 +216,6 @@ class PagedTokens:
             self.numbers = numpy.where(self.numbers < 0, -1, place[self.numbers])
             self.pool.owners[:] = numpy.bincount(_pages(self.numbers), minlength=len(new))
         self._renumber(used)
-        self.bind()
         for side, codes in enumerate(held):
             self.pool.write(side, numpy.arange(len(used))[None], codes)
 
