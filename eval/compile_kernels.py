@@ -425,6 +425,9 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield from (attention(format, 128, target, rows=rows) for format, rows in many)
             yield from (attention_in_tiles(format, 128, target, 64) for format, rows in many if rows > 32)
             yield attention_in_tiles("int8", 128, target, 128, "store")
+            for format in ("turboquant_4bit_nc", "hadaquant_k2v2"):  # of eight words a token
+                yield attention(format, 64, target)
+                yield attention_in_tiles(format, 64, target, 64)
             yield from (attention(format, 128, target, "store") for format in ("int8", "turboquant_4bit_nc"))
             yield from (attention(format, 128, target, "mass") for format in ("identity", "int8", "turboquant_4bit_nc"))
             yield joining("int8", 128, target)

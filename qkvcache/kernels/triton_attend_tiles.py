@@ -177,10 +177,11 @@ def _tile(X: tl.constexpr, D: tl.constexpr, stored, norm, ARCH: tl.constexpr):
         planes = unpack(KIND, w, stored[1], shift, ARCH)
     else:
         planes = unpack(KIND, w, w, w, ARCH)
-    tiles = ()
     if X.group > 0:
+        tiles = ()
         for i in tl.static_range(PER):
             tiles = tiles + (scaled(X, planes[i], _scales_of_plane(X, WORDS, stored[1], i, T)),)
+        return _interleaved(tiles, T, WORDS, PER)
     else:
         scale, zero = stored[2 if X.high else 1]
         inverse_norm = 1.0 / norm
@@ -189,11 +190,9 @@ def _tile(X: tl.constexpr, D: tl.constexpr, stored, norm, ARCH: tl.constexpr):
             start = zero * inverse_norm - offset_of(X) * factor.to(tl.float32)
         else:
             start = factor.to(tl.float32) * -(offset_of(X) + zero)
-        factor = tl.broadcast_to(factor[:, None], [T, WORDS])
-        start = tl.broadcast_to(start.to(tl.float16)[:, None], [T, WORDS])
-        for i in tl.static_range(PER):
-            tiles = tiles + (tl.fma(planes[i], factor, start),)
-    return _interleaved(tiles, T, WORDS, PER)
+        factor = tl.broadcast_to(factor[:, None], [T, D])
+        start = tl.broadcast_to(start.to(tl.float16)[:, None], [T, D])
+        return tl.fma(_interleaved(planes, T, WORDS, PER), factor, start)
 
 
 @triton.jit
