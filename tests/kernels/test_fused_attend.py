@@ -156,6 +156,26 @@ class Means(Format):
         return Centered.of(REGISTRY[self.of].key), Centered.of(REGISTRY[self.of].value)
 
 
+@dataclass(frozen=True)
+class Coarse(Format):
+    """Keys and values by the upper halves of their codes."""
+
+    of: str
+
+    @property
+    def name(self) -> str:
+        return f"upper halves of {self.of}"
+
+    def codecs(self) -> tuple[Codec, Codec]:
+        return REGISTRY[self.of].key.coarse, REGISTRY[self.of].value.coarse
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_upper_halves(dim, monkeypatch):
+    monkeypatch.setitem(REGISTRY, "coarse", Coarse("hadaquant_k4v4"))
+    compare(monkeypatch, "coarse", *make("coarse", heads=1, dims=dim))
+
+
 MEANS = {"int4_vllm": 80, "turboquant_3bit_nc": 64, "nvfp4": 112, "int4": 96}
 
 
