@@ -134,9 +134,13 @@ def observe_on_codes(
     if observed is not None and attention_inputs.counted:
         raise ValueError("`observed` cannot be combined with storage that counts on the device")
     by_slot = attention_inputs.by_head and (mask is not None or observed is not None)  # while these are by column
-    if inputs is not None and not by_slot and (attention_inputs.by_head or torch.compiler.is_compiling() or fuses(query, inputs)):
-        out, _, attention_sums = attend_pages(query, inputs, mask, observed=observed, **options)
-        return out, attention_sums
+    if inputs is not None and not by_slot:
+        compiling = torch.compiler.is_compiling()
+        kernel = not compiling and fuses(query, inputs)
+        if kernel or compiling or attention_inputs.by_head:
+            attend = _module("fused").attend_pages if kernel else attend_pages
+            out, _, attention_sums = attend(query, inputs, mask, observed=observed, **options)
+            return out, attention_sums
     return attend_observed(query, attention_inputs, mask, observed=observed, **options)
 
 

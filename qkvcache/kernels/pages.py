@@ -275,6 +275,13 @@ class PagedInputs:
         tokens = None if sizes[7] < 0 else sizes[7]
         return PagedInputs(pages, (exact[0], exact[1]), (exact[2], exact[3]), rows, max_length, tokens, splits, control)
 
+    def bounded(self, max_length: int) -> PagedInputs:
+        """The same inputs with another `max_length`; `dataclasses.replace` takes five times as long, at every step."""
+        twin = object.__new__(PagedInputs)
+        twin.__dict__ |= self.__dict__
+        twin.max_length = max_length
+        return twin
+
     @property
     def slots(self) -> tuple[int, int, int]:
         """Slots of sinks, pages and ring."""

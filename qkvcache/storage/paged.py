@@ -79,7 +79,7 @@ class PagedTokens:
 
     def __getstate__(self) -> dict:
         """Leaves out what holds addresses."""
-        return {name: x for name, x in self.__dict__.items() if name not in ("pages", "launches")}
+        return {name: x for name, x in self.__dict__.items() if name not in ("pages", "launches", "read")}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__ |= state
@@ -277,6 +277,8 @@ class RowPages(PagedTokens):
 
     def bind(self) -> None:
         super().bind()
+        self.read = copy.copy(self.pool)  # `trim` gives the pool another list of slabs
+        """The pool that tokens which were stored before the next `bind` are read from."""
         self.runs: list[Run] | None = None
         """The columns of the table as torch reads them; None: not known yet."""
 
@@ -337,8 +339,7 @@ class RowPages(PagedTokens):
         """Blocks of at most `limit` tokens of the keys (0) or values (1) stored at the time of the call, in order: views where the pages of
         each row are neighbours."""
         codec, once, dim = self.codecs[side], self.pages.statistics[side], self.dims[side]
-        pool = copy.copy(self.pool)  # `trim` gives it another list of slabs
-        blocks = _blocks(self.pages, pool, self.numbers, self._runs(), side, self.length, limit)
+        blocks = _blocks(self.pages, self.read, self.numbers, self._runs(), side, self.length, limit)
         return (Packed(codec, codes | once, count, dim) for count, codes in blocks)
 
     def _quantize(self, x: Pair, slots: Tensor | int) -> None:

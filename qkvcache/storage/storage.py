@@ -231,7 +231,7 @@ class Storage(LayerStorage):
         key, value = self._side(0), self._side(1)
         if not self.bound.by_page:
             return AttentionInputs(key, value)
-        return AttentionInputs(key, value, replace(self.inputs, max_length=self.tokens.length))
+        return AttentionInputs(key, value, self.inputs.bounded(self.tokens.length))
 
     def compiled_inputs(self) -> AttentionInputs:
         """The inputs of attention for a compiled step of one token, sized for `columns` tokens."""
