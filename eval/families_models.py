@@ -26,6 +26,7 @@ CAUSAL = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 OTHERS = {
     "aria": "AriaForConditionalGeneration",
     "glm4v": "Glm4vForConditionalGeneration",
+    "glm5_next": "Glm5NextForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
     "kimi_k25": "Kimi_K25ForConditionalGeneration",
     "lfm2_vl": "Lfm2VlForConditionalGeneration",
@@ -101,6 +102,7 @@ QUIRKS: dict[str, dict[str, Any]] = {
     "dots3_note_text": {"head_dim": 32, "per_layer_config": {}},
     "falcon_h1": {"mamba_d_head": 16},
     "glm4v_text": MROPE,
+    "glm5_next_text": {"qk_rope_head_dim": 0, "index_kpool": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_d_head": 16},
     "hunyuan_v1_dense": {"head_dim": 16},

@@ -47,7 +47,8 @@ def of_model(network: PreTrainedModel, tokens: int = 64) -> float:
     linear = [layer.in_features for layer in network.modules() if isinstance(layer, nn.Linear)]
     linear += [layer.nx for layer in network.modules() if isinstance(layer, Conv1D)]
     attention = [getattr(m, "head_dim", 0) + tokens for m in network.modules() if type(m).__name__.endswith("Attention")]
-    decays = [float((m.A_log.detach().exp() * F.softplus(m.dt_bias.detach())).max()) for m in network.modules() if hasattr(m, "A_log")]
+    states = [m for m in network.modules() if hasattr(m, "A_log")]
+    decays = [float((m.A_log.detach().exp().view(-1, 1) * F.softplus(m.dt_bias.detach()).view(m.A_log.numel(), -1)).max()) for m in states]
     return rounding(*linear, *attention) + max(decays, default=0) * tokens * torch.finfo().eps / 2
 
 

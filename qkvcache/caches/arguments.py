@@ -57,7 +57,7 @@ def why_not_evict(config: PreTrainedConfig) -> str | None:
         return "ALiBi takes a key's position from its column, which evicted tokens would shift"
     if getattr(config, "relative_attention_num_buckets", None) or getattr(config, "rel_extent", None):
         return "relative position bias takes a key's position from its column, which evicted tokens would shift"
-    if getattr(config, "index_topk", None):
+    if getattr(config, "index_topk", None) or getattr(config, "indexer_budget", None):
         return "its indexer selects keys by column"
     if getattr(config, "kv_lora_rank", None):
         return "it expands latents after the cache, so that attention does not see what is stored"

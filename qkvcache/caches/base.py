@@ -51,8 +51,6 @@ CLASSES: dict[type, type[CompressedLayer]] = {
     DynamicIndexedLayer: IndexedLayer, StaticIndexedLayer: IndexedLayer,
 }  # fmt: skip
 """The layers of this library in place of those of transformers with full attention."""
-OWN_INDEXER = frozenset(("glm5_next",))
-"""Model types whose indexer stores more than keys, and reads the layer's keys."""
 NEVER_STATIC = frozenset(("cpmant", "inkling2_text", "inkling_text", "prophetnet"))
 """Model types of transformers that make their own masks, whose columns are exactly the tokens seen."""
 UNLIMITED = 2**31
@@ -283,17 +281,11 @@ class CompressedCache(DynamicCache):
             except NotImplementedError as reason:
                 raise NotImplementedError(f"{what}: {reason}; {fix} does without") from None
 
-    def _class_of(self, layer: Any) -> type[CompressedLayer] | None:
-        """The class of this library's layer in place of `layer`; None if it stays."""
-        kind = CLASSES.get(type(layer))
-        reads_keys = self._latents is None or getattr(self._config, "model_type", None) in OWN_INDEXER
-        return None if kind is IndexedLayer and reads_keys else kind
-
     def _new_layer(
         self, format: Format | None = None, number: int = 0, kind: Callable[..., CompressedLayer] = CompressedLayer, **states: int
     ) -> CompressedLayer:
         """A new full-attention layer in `format` (None: the cache's), the layer `number` of those compressed. `states`: those of
-        `_states_of`."""
+        `_options_of`."""
         if format is None:
             (format,) = self.format.for_layers(1)
         if self.policy is None:
@@ -325,7 +317,7 @@ class CompressedCache(DynamicCache):
             if not isinstance(index, int) or not -count <= index < count:
                 raise ValueError(f"skip_layers holds {index!r}: the model has layers 0 to {count - 1} (or -1 to -{count} from the end)")
         exact = {index % count for index in skip_layers}
-        classes = {i: kind for i, layer in enumerate(self.layers) if (kind := self._class_of(layer))}
+        classes = {i: kind for i, layer in enumerate(self.layers) if (kind := CLASSES.get(type(layer)))}
         full = list(classes)
         chosen = [i for i in full if i not in exact]
         format_of = dict(zip(full, self.format.for_layers(len(full)), strict=True))
@@ -336,11 +328,11 @@ class CompressedCache(DynamicCache):
         if self.policy or self.compile:
             self._exact = frozenset(exact & set(full))
         for i in self._exact:
-            self.layers[i] = self._new_exact(classes[i], **_states_of(self.layers[i]))
+            self.layers[i] = self._new_exact(classes[i], **_options_of(self.layers[i], self._config))
         for number, i in enumerate(chosen):
             if head_dim := head_dim_of(configs[i]):
                 format_of[i].check(head_dim)
-            self.layers[i] = self._new_layer(format_of[i], number, classes[i], **_states_of(self.layers[i]))
+            self.layers[i] = self._new_layer(format_of[i], number, classes[i], **_options_of(self.layers[i], self._config))
         if not chosen:
             kinds = ", ".join(sorted({_kind(layer) for layer in self.layers}))
             why = (
@@ -523,9 +515,12 @@ def _keeps_all(layer: Any) -> bool:
     return isinstance(layer, DynamicLayer | StockStaticLayer) and not layer.is_sliding and not isinstance(layer, CompressedLayer)
 
 
-def _states_of(layer: Any) -> dict[str, int]:
-    """The options of this library's layer in place of one of transformers that has states beside full attention; none for other layers."""
-    return {"number_of_states": layer.number_of_states} if CLASSES.get(type(layer)) is HybridLayer else {}
+def _options_of(layer: Any, config: PreTrainedConfig | None) -> dict[str, int]:
+    """The options of this library's layer in place of `layer` that other layers do not have."""
+    kind = CLASSES.get(type(layer))
+    if kind is IndexedLayer and getattr(config, "index_kpool", None):
+        return {"exact_indexer": True}
+    return {"number_of_states": layer.number_of_states} if kind is HybridLayer else {}
 
 
 def _check_crop(layer: Any, tokens_to_remove: int) -> None:

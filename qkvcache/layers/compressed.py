@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..attention.compressed_kv import NO_COLUMNS, CompressedKV
 from ..attention.padding import PlainAttention, await_attention
 from ..attention.uncompiled import uncompiled
+from ..formats import Identity
 from ..formats.base import Codec, Format
 from ..formats.int8 import SymmetricInt8
 from ..kernels import AttentionInputs, Pair, dense, prepare, step, unfold
@@ -148,7 +149,9 @@ class CompressedLayer(CacheLayerMixin):
     def codecs(self, dims: tuple[int, int]) -> tuple[Codec, Codec]:
         """The codecs of keys and values of so many channels."""
         value = self.format.value
-        if dims == self.latents and sum(x.nbytes() for x in value.buffers(dims[1]) if x.role == "codes") < 2 * dims[1]:
+        if not dims[1]:  # latents without a rotated part
+            value = Identity().value
+        elif dims == self.latents and sum(x.nbytes() for x in value.buffers(dims[1]) if x.role == "codes") < 2 * dims[1]:
             value = SymmetricInt8()
         return self.format.key, value
 

@@ -1,4 +1,4 @@
-"""Layers whose model attends to the tokens that an indexer chooses (DSA: DeepSeek-V3.2, GLM-5 and others)."""
+"""Layers whose model attends to the tokens that an indexer chooses (DeepSeek-V3.2, GLM-5, Qwen4 and others)."""
 
 from __future__ import annotations
 
@@ -14,27 +14,43 @@ from ..formats.base import Codes
 from ..formats.int8 import SymmetricInt8
 from .compressed import CompressedLayer
 
+POSITIONS = "position_ids"
+
 
 class IndexedLayer(CompressedLayer):
     """A `CompressedLayer` with the keys of an indexer: INT8 in every format but an exact one.
 
+    Args:
+        exact_indexer: whether they stay in the model's dtype, because they hold more than a key (GLM-5.3: gates and flags).
+        **options: those of the layer without an indexer.
+
     Raises NotImplementedError for steps that are compiled while storage grows.
     """
 
-    def __init__(self, *args: Any, **options: Any):
+    def __init__(self, *args: Any, exact_indexer: bool = False, **options: Any):
         super().__init__(*args, **options)
         if self.is_compileable and self.max_length is None:
             raise NotImplementedError("compile=True with indexed attention: pass max_length")
-        self.indexer_codec = self.format.key if isinstance(self.format, Identity) else SymmetricInt8()
+        exact = exact_indexer or isinstance(self.format, Identity)
+        self.indexer_codec = Identity().key if exact else SymmetricInt8()
         self.indexer_codes: Codes = {}
         """Codes of the indexer's keys, `[B, 1, T, width]`; `T` is `max_length` where there is one."""
         self.indexer_empty = True
         """Whether there are no keys of the indexer."""
         self.indexer_length: Tensor | None = None
         """Tokens in codes of `max_length`, int64 `[]`."""
+        self.indexer_position_ids: Tensor | None = None
+        """Positions of all tokens `[dims, B, T]`, which a model may keep here for its indexers (Qwen4)."""
+
+    @property
+    def keys(self) -> Tensor:  # type: ignore[override]
+        """A tensor without memory: a model reads the number of columns of its shape."""
+        columns = self.storage.columns if self.is_compileable and not self.indexer_empty else self.get_seq_length()  # type: ignore[union-attr]
+        return torch.empty(self.rows, 1, columns, 0, device="meta")
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Stores keys `[B, T, D]`; returns those of all tokens, or of `max_length` once there are any, `[B, columns, D]`."""
+        _ = self.storage  # the current stream waits for tokens that are being copied
         new = self.indexer_codec.quantize(indexer_key_states.detach()[:, None], {})
         if self.max_length is None:
             held = self.indexer_codes
@@ -63,22 +79,40 @@ class IndexedLayer(CompressedLayer):
         for x in (*self.indexer_codes.values(), self.indexer_length):
             torch._dynamo.mark_static_address(x)
 
+    def dense_indexer(self) -> Tensor | None:
+        """The keys of all tokens in the model's dtype, `[B, T, D]`; None if there are none."""
+        codes = self.indexer_codes
+        return self.indexer_codec.dequantize(codes, codes["codes"].shape[3], self.dtype)[:, 0] if codes else None
+
+    @property
+    def indexer(self) -> Codes:
+        """The tensors of the indexer by name, `[B, N, T, width]`: codes of its keys, and positions."""
+        ids = self.indexer_position_ids
+        return self.indexer_codes | ({} if ids is None else {POSITIONS: ids.transpose(0, 1)[..., None]})
+
+    @indexer.setter
+    def indexer(self, tensors: Codes) -> None:
+        self.indexer_codes = {name: x for name, x in tensors.items() if name != POSITIONS}
+        ids = tensors.get(POSITIONS)
+        self.indexer_position_ids = None if ids is None else ids[..., 0].transpose(0, 1)
+
     def _change_indexer(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.indexer_codes = {name: change(x) for name, x in self.indexer_codes.items()}
+        self.indexer = {name: change(x) for name, x in self.indexer.items()}
 
     def crop(self, tokens_to_remove: int) -> None:
         seq_length = self.get_seq_length()
         super().crop(tokens_to_remove)
         left = max(seq_length + tokens_to_remove, 0)
         self.indexer_empty = not left
+        codes = self.indexer_codes
+        self._change_indexer(lambda x: x[:, :, :left])
         if self.indexer_length is not None:
             self.indexer_length.fill_(left)
-        else:
-            self._change_indexer(lambda x: x[:, :, :left])
+            self.indexer_codes = codes
 
     def reset(self) -> None:
         super().reset()
-        self.indexer_empty = True
+        self.indexer_empty, self.indexer_position_ids = True, None
         if self.indexer_length is not None:
             self.indexer_length.zero_()
         else:
@@ -99,8 +133,7 @@ class IndexedLayer(CompressedLayer):
         yield from super().tensors()
         for name, x in self.indexer_codes.items():
             yield "codes" if name == "codes" else "scales", x
-        if self.indexer_length is not None:
-            yield "bookkeeping", self.indexer_length
+        yield from (("bookkeeping", x) for x in (self.indexer_length, self.indexer_position_ids) if x is not None)
 
     @property
     def dense_bytes(self) -> int:

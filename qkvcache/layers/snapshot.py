@@ -5,7 +5,8 @@ Tokens of compressed and dense layers can be cut to any number of first tokens. 
 policy chose cannot: they return to the tokens at which a checkpoint of them was taken (`Snapshot.checkpoint`).
 
 Names of tensors: those of `LayerStorage.snapshot` for layers of this library; `keys` and `values` for dense layers; the names of attributes
-after `STATE` for the states of linear attention, in layers that have attention beside it too.
+after `STATE` for the states of linear attention, in layers that have attention beside it too; those of `IndexedLayer.indexer`
+after `INDEXER`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import (
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -27,9 +29,12 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from ..formats import Identity
+from ..formats.base import Codes
 from .compressed import CompressedLayer
 from .evicting import EvictingLayer
 from .hybrid import EvictingHybridLayer, HybridLayer
+from .indexed import POSITIONS, IndexedLayer
 
 Layer = Any
 """A layer of a transformers cache. Their classes have no base in common."""
@@ -39,10 +44,12 @@ KINDS = {
     CompressedLayer: "compressed", EvictingLayer: "evicting", DynamicLayer: "dense", DynamicSlidingWindowLayer: "sliding",
     LinearAttentionLayer: "linear", PLACEHOLDER: "empty",
     HybridLayer: "compressed", EvictingHybridLayer: "evicting", LinearAttentionAndFullAttentionLayer: "dense",
-    LinearAttentionAndSlidingWindowAttentionLayer: "sliding",
+    LinearAttentionAndSlidingWindowAttentionLayer: "sliding", IndexedLayer: "compressed", DynamicIndexedLayer: "dense",
 }  # fmt: skip
 STATE = "state."
 """The beginning of the names of states."""
+INDEXER = "indexer."
+"""The beginning of the names of an indexer's tensors, `[B, N, T, width]`."""
 STATES = vars(LinearAttentionLayer()).keys() - {"device", "dtype"}
 """Attributes of linear attention that a snapshot holds."""
 
@@ -121,11 +128,12 @@ class Snapshot:
         if self.kind != "compressed":
             return replace(self, tensors={name: x[:, :, :tokens] for name, x in self.tensors.items()}, numbers=numbers)
         sinks = self._zone("sinks")
-        begins = {"sinks": 0, "region": sinks, "residual": sinks + self._zone("region")}
+        begins = {"region": sinks, "residual": sinks + self._zone("region")}
         kept = {}
         for name, x in self.tensors.items():
-            zone = name.split(".")[1]
-            kept[name] = x if zone == "statistics" else x[:, :, : max(tokens - begins[zone], 0)]
+            part, zone = name.split(".")[:2]
+            begin = 0 if f"{part}." == INDEXER else begins.get(zone, 0)
+            kept[name] = x if zone == "statistics" else x[:, :, : max(tokens - begin, 0)]
         return replace(self, tensors=kept)
 
     def _zone(self, zone: str) -> int:
@@ -166,10 +174,11 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int = 0) -> Snapshot:
         return Snapshot("empty")
     if isinstance(layer, CompressedLayer):
         layer.commit()
-        whole = Snapshot(kind, *layer.storage.snapshot(row))  # type: ignore[union-attr]
+        tensors, numbers = layer.storage.snapshot(row)  # type: ignore[union-attr]
     else:
         tensors = {name: getattr(layer, name)[row : row + 1] for name in ("keys", "values")}
-        whole = Snapshot(kind, tensors, {"seen": seen} if kind == "sliding" else {})
+        numbers = {"seen": seen} if kind == "sliding" else {}
+    whole = Snapshot(kind, tensors | {INDEXER + name: x[row : row + 1] for name, x in _indexer(layer).items()}, numbers)
     return (whole if tokens is None else whole.cut(tokens)).joined(state)
 
 
@@ -179,6 +188,26 @@ def checkpoint(layer: Layer, row: int = 0) -> Snapshot | None:
     if kind in ("sliding", "linear"):
         return snapshot(layer, row=row)
     return _state(layer, row) if isinstance(layer, LinearAttentionLayer) else None
+
+
+def _indexer(layer: Layer) -> Codes:
+    """`IndexedLayer.indexer`, and as much of a dense layer; empty for layers without an indexer."""
+    if isinstance(layer, IndexedLayer):
+        return layer.indexer
+    keys, ids = (getattr(layer, f"indexer_{name}", None) for name in ("keys", POSITIONS))
+    found = {"codes": keys if keys is None else keys[:, None], POSITIONS: ids if ids is None else ids.transpose(0, 1)[..., None]}
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def copy_indexer(into: Layer, layer: Layer, tokens: int | None = None, row: int = 0) -> None:
+    """Gives `into` what the indexer of `layer`, a layer of the other kind, has of the first `tokens` tokens of a row."""
+    if not isinstance(into, IndexedLayer | DynamicIndexedLayer):
+        return
+    keys = layer.dense_indexer() if isinstance(layer, IndexedLayer) else layer.indexer_keys
+    if keys is not None:
+        into.update_indexer(keys[row : row + 1, :tokens])
+    if (ids := getattr(layer, "indexer_position_ids", None)) is not None:  # older releases have none
+        into.indexer_position_ids = ids[:, row : row + 1, :tokens]
 
 
 def _state(layer: Layer, row: int) -> Snapshot:
@@ -235,11 +264,16 @@ def check(layer: Layer, stored: Snapshot, seen: int) -> None:
     """Raises ValueError unless `restore` can put `stored` into `layer`, which is empty, as the first `seen` tokens of a row: names, dtypes,
     shapes and counts must be those of a snapshot of this layer. Otherwise a file could name any attribute and any size."""
     kind, numbers = stored.kind, stored.numbers
-    if kind not in ("empty", KINDS.get(type(layer))) and not (kind == "dense" and type(layer) in (CompressedLayer, HybridLayer)):
+    quantizes = kind == "dense" and type(layer) in (CompressedLayer, HybridLayer, IndexedLayer)
+    if kind not in ("empty", KINDS.get(type(layer))) and not quantizes:
         raise ValueError(f"a snapshot of kind {kind!r} for a {type(layer).__name__}")
     if not isinstance(numbers, dict) or any(type(x) is not int or not 0 <= x < 2**31 for x in numbers.values()):
         raise ValueError(f"counts {numbers!r}")
     tensors, numbers = stored.attention.tensors, stored.attention.numbers
+    indexer = {name.removeprefix(INDEXER): x for name, x in tensors.items() if name.startswith(INDEXER)}
+    tensors = {name: x for name, x in tensors.items() if not name.startswith(INDEXER)}
+    if indexer:
+        _check_indexer(layer, kind, indexer, seen)
     own, counts, states = stored.states.tensors, stored.states.numbers, dict(_states(layer))
     allowed = {name for name in states if name.removeprefix(STATE).partition(".")[0] in ("conv_states", "recurrent_states")}
     fixed = {name: x for name, x in states.items() if type(x) is int and kind != "empty"}
@@ -269,6 +303,22 @@ def check(layer: Layer, stored: Snapshot, seen: int) -> None:
             raise ValueError(f"{sorted(tensors)} of {keys.shape[2]} and {values.shape[2]} tokens, counts {numbers}, after {seen} tokens")
 
 
+def _check_indexer(layer: Layer, kind: str, tensors: Codes, seen: int) -> None:
+    """Raises ValueError unless these can be the tensors of the indexer of `layer` after `seen` tokens."""
+    if not isinstance(layer, IndexedLayer | DynamicIndexedLayer) or kind == "empty":
+        raise ValueError(f"an indexer's {sorted(tensors)} for a {type(layer).__name__}")
+    codec = layer.indexer_codec if isinstance(layer, IndexedLayer) and kind == "compressed" else Identity().key
+    width = tensors["codes"].shape[-1] if "codes" in tensors and tensors["codes"].ndim else 0
+    like = {x.name: (x.dtype, (1, 1, seen, x.width)) for x in codec.buffers(width)} if width else {}
+    for name, x in tensors.items():
+        dtype, shape = like.get(name, (torch.int64, (1, *x.shape[1:2], seen, 1)))
+        right = x.dtype is dtype if dtype else x.dtype.is_floating_point
+        if (name not in like and name != POSITIONS) or not right or x.shape != shape:
+            raise ValueError(f"an indexer's {name} of {list(x.shape)} in {x.dtype} after {seen} tokens")
+    if missing := like.keys() - tensors.keys():
+        raise ValueError(f"an indexer's {sorted(tensors)} without {sorted(missing)}")
+
+
 def _vectors(tensors: dict[str, Tensor], *names: str) -> list[Tensor]:
     """The tensors of these names. Raises ValueError unless all exist and are keys or values `[1, H, T, D]`."""
     found = [tensors[name] for name in names if name in tensors]
@@ -281,6 +331,7 @@ def _vectors(tensors: dict[str, Tensor], *names: str) -> list[Tensor]:
 
 def _restore(layer: Layer, stored: Snapshot, device: torch.device | str) -> None:
     tensors, numbers = stored.attention.to(device, copy=stored.kind != "compressed").tensors, stored.attention.numbers
+    indexer = {name.removeprefix(INDEXER): tensors.pop(name) for name in list(tensors) if name.startswith(INDEXER)}
     if isinstance(layer, CompressedLayer):
         region, tokens = stored._zone("region"), stored.tokens or 0
         if region:  # the storage for them has no spare page
@@ -289,12 +340,19 @@ def _restore(layer: Layer, stored: Snapshot, device: torch.device | str) -> None
         layer.lazy_initialization(*(torch.empty((), dtype=x.dtype, device=device).expand(shape) for x, shape in shapes))
         layer.storage.restore(tensors, numbers)  # type: ignore[union-attr]
         layer.empty = False
+        if isinstance(layer, IndexedLayer):
+            layer.indexer = indexer
+            layer.indexer_empty = not layer.indexer_codes
     elif stored.kind != "linear":
         keys, values = tensors["keys"], tensors["values"]
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = numbers["seen"]
+        if "codes" in indexer:
+            layer.update_indexer(indexer["codes"][:, 0])
+        if POSITIONS in indexer:
+            layer.indexer_position_ids = indexer[POSITIONS][..., 0].transpose(0, 1)
 
 
 def _copied(x: Tensor, device: torch.device) -> Tensor:

@@ -18,17 +18,30 @@ from itertools import repeat
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFullAttentionLayer
+from transformers.cache_utils import Cache, DynamicIndexedLayer, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from ..caches import CompressedCache
 from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
 from ..layers.hybrid import HybridLayer
 from ..layers.indexed import IndexedLayer
-from ..layers.snapshot import PLACEHOLDER, Layer, Snapshot, check, check_checkpoint, checkpoint, restore, restore_states, snapshot
+from ..layers.snapshot import (
+    PLACEHOLDER,
+    Layer,
+    Snapshot,
+    check,
+    check_checkpoint,
+    checkpoint,
+    copy_indexer,
+    restore,
+    restore_states,
+    snapshot,
+)
 from . import match
 from .host_memory import HostSnapshot
 
+CUTTABLE = (CompressedLayer, IndexedLayer, DynamicLayer, DynamicIndexedLayer, PLACEHOLDER)
+"""Layers that can be cut to any number of first tokens."""
 Checkpoints = dict[int, list[Snapshot | None]]
 """Earlier states of an entry's layers (`Snapshot.checkpoint`), by the number of tokens seen."""
 
@@ -51,17 +64,14 @@ class CacheTemplate:
             raise NotImplementedError(f"a cache of {len(cache.layers)} layers for a model of {len(stock)}: make it with the model's config")
         for i, (layer, expected) in enumerate(zip(cache.layers, stock, strict=True)):
             if type(layer) is not type(expected) and not _in_place_of(layer, expected):
-                fix = (
-                    "its indexer's keys cannot be taken out"
-                    if isinstance(layer, IndexedLayer)
-                    else "make the cache with the model's config"
+                raise NotImplementedError(
+                    f"layer {i} is a {type(layer).__name__}, not a {type(expected).__name__}: make the cache with the model's config"
                 )
-                raise NotImplementedError(f"layer {i} is a {type(layer).__name__}, not a {type(expected).__name__}: {fix}")
         self._layers = [_emptied(layer) if isinstance(layer, CompressedLayer) else None for layer in cache.layers]
         self.text = "; ".join(dict.fromkeys(map(_in_short, cache.layers)))
         self.name = hashlib.blake2b("\n".join(map(_describe, cache.layers)).encode(), digest_size=16).digest()
         self.evicts = any(isinstance(layer, EvictingLayer) for layer in cache.layers)
-        self.cuttable = not self.evicts and all(type(layer) in (CompressedLayer, DynamicLayer, PLACEHOLDER) for layer in cache.layers)
+        self.cuttable = not self.evicts and all(type(layer) in CUTTABLE for layer in cache.layers)
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -95,8 +105,9 @@ class CacheTemplate:
 
 def _in_place_of(layer: Layer, stock: Layer) -> bool:
     """Whether `layer` is this library's for a layer of transformers."""
-    states = isinstance(layer, HybridLayer)
-    return isinstance(layer, CompressedLayer) and type(stock) is (LinearAttentionAndFullAttentionLayer if states else DynamicLayer)
+    kinds = {HybridLayer: LinearAttentionAndFullAttentionLayer, IndexedLayer: DynamicIndexedLayer}
+    expected = next((of for kind, of in kinds.items() if isinstance(layer, kind)), DynamicLayer)
+    return isinstance(layer, CompressedLayer) and type(stock) is expected
 
 
 def _emptied(layer: CompressedLayer) -> CompressedLayer:
@@ -279,6 +290,7 @@ def _snapshot_as(into: Layer, layer: Layer, tokens: int, row: int, quantize: boo
         counts = hasattr(layer, "get_seq_length") and layer.get_seq_length()
         return snapshot(layer, tokens if counts else None, row)
     into.update(*(x[row : row + 1, :, :tokens] for x in (layer.keys, layer.values)))  # type: ignore[attr-defined]
+    copy_indexer(into, layer, tokens, row)
     return snapshot(into).joined(snapshot(layer, row=row).states)
 
 
@@ -289,14 +301,16 @@ def restore_cache(into: CacheTemplate, layers: Iterable[Snapshot], template: Cac
     empties = cache.layers if into is template else template.layers()
     for layer, stored, empty, device in zip(cache.layers, layers, empties, devices, strict=True):
         if stored.kind == "dense" and isinstance(layer, CompressedLayer):
-            dense = DynamicLayer()
+            dense = DynamicIndexedLayer()
             restore(dense, stored.attention, device)
             layer.update(dense.keys, dense.values)  # type: ignore[arg-type]
+            copy_indexer(layer, dense)
             restore_states(layer, stored, device)
             del dense  # before the next layer
         elif stored.kind == "compressed" and not isinstance(layer, CompressedLayer):
             restore(empty, stored.attention, device)
             layer.update(*empty.dense())  # type: ignore[union-attr]
+            copy_indexer(layer, empty)
             restore_states(layer, stored, device)
         else:
             restore(layer, stored, device)

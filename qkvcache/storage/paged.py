@@ -44,7 +44,7 @@ def growth(length: int, missing: int) -> int:
 def block_of(like: Tensor) -> int:
     """Tokens of a block of keys or values like `like` `[B, H, T, D]`: a whole number of pages."""
     batch, heads, _, dim = like.shape
-    return max(BLOCK // (batch * heads * dim) // PAGE, 1) * PAGE
+    return max(BLOCK // max(batch * heads * dim, 1) // PAGE, 1) * PAGE
 
 
 class PagedTokens:

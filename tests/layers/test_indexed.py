@@ -1,15 +1,18 @@
 """Layers whose indexer chooses the tokens that a query attends to: its keys stay with the latents."""
 
 import copy
+import functools
 from functools import cache as cached
 
 import pytest
 import torch
 import transformers as hf
+from families_models import build
 from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionLayer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-from qkvcache import CompressedCache, PrefixStore, TurboQuantCache
+from qkvcache import CompressedCache, H2OCache, PrefixStore, TurboQuantCache
 from qkvcache.layers.indexed import IndexedLayer
 from tests import matrix
 from tests.reference import assert_close, count_decoded_layers
@@ -24,14 +27,18 @@ SIZES = {
 } | {"index_n_heads": 32, "index_head_dim": 32, "num_hidden_layers": 2, "n_group": 1, "topk_group": 1}
 """With 32 heads no two tokens have the same score: the indexer adds the scores of heads that are above 0."""
 FAMILIES = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4")
+WITH_STATES = ("qwen4_exp_text", "glm5_next")
+"""Families with linear layers: attention without latents, whose positions the cache holds; and latents without a rotated part."""
 pytestmark = pytest.mark.skipif(not hasattr(DeepseekV3Attention, "expand_kv"), reason="this transformers caches no latents")
 
 
 @cached
 def family(name: str, chosen: int = 24) -> hf.PreTrainedModel:
     """`chosen`: the most tokens that the indexer chooses."""
-    if not hasattr(hf.models, name):
+    if name not in hf.CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {name}")
+    if name in WITH_STATES:
+        return build(name)
     torch.manual_seed(SEED)
     config = hf.AutoConfig.for_model(name, index_topk=chosen, **SIZES)
     return hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager" if name == "hy_v4" else "sdpa").eval()
@@ -49,18 +56,18 @@ def read(network: hf.PreTrainedModel, cache, ids: torch.Tensor, sizes: tuple[int
 
 
 def tokens(network: hf.PreTrainedModel, count: int, rows: int = 2) -> torch.Tensor:
-    return torch.randint(3, network.config.vocab_size, (rows, count), generator=torch.Generator().manual_seed(SEED))
+    return torch.randint(3, network.config.get_text_config().vocab_size, (rows, count), generator=torch.Generator().manual_seed(SEED))
 
 
 @pytest.mark.parametrize("limit", [None, 96], ids=["growing", "max_length"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES + WITH_STATES)
 def test_exact_layers_say_what_transformers_says(name, limit):
     network = family(name)
     ids, sizes = tokens(network, 80), (60, 1, 7, 1, 1)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     cache = CompressedCache(network.config, format="identity", max_length=limit)
-    assert all(type(layer) is IndexedLayer for layer in cache.layers)
+    assert all(type(layer) is IndexedLayer for layer in cache.layers if not isinstance(layer, LinearAttentionLayer))
     expected = read(network, DynamicCache(config=network.config), ids, sizes, mask)
     got = read(network, cache, ids, sizes, mask)
     assert_close(got[mask[:, :70].bool()], expected[mask[:, :70].bool()], of_model(network, 80))
@@ -130,11 +137,57 @@ def test_generate_with_and_without_beams():
 
 
 def test_other_uses_are_refused_by_name():
-    network = family("deepseek_v32")
     with pytest.raises(NotImplementedError, match="compile=True with indexed attention: pass max_length"):
-        TurboQuantCache(network.config, compile=True)
-    with pytest.raises(NotImplementedError, match="IndexedLayer.*its indexer's keys cannot be taken out"):
-        PrefixStore(network, max_bytes=2**20, format="int8")
+        TurboQuantCache(family("deepseek_v32").config, compile=True)
+    for name in ("deepseek_v32", *WITH_STATES):
+        with pytest.raises(NotImplementedError, match="its indexer selects keys by column"):
+            H2OCache(family(name).config, budget=16)
+
+
+@pytest.mark.parametrize("name", WITH_STATES)
+def test_every_tensor_of_the_indexer_moves_with_its_rows(name):
+    """Positions, and what an indexer stores beside keys, which stays exact."""
+    network = family(name)
+    ids, order = tokens(network, 70), torch.tensor([1, 0, 1])
+    caches = [kind(network.config) for kind in (lambda c: CompressedCache(c, format="int8"), lambda c: DynamicCache(config=c))]
+    for cache in caches:
+        read(network, cache, ids, (60, 1))
+        cache.reorder_cache(order)
+        read(network, cache, ids[order, 61:], (1,))
+    ours, theirs = (next(x for x in cache.layers if hasattr(x, "indexer_position_ids")) for cache in caches)
+    if theirs.indexer_position_ids is not None:
+        assert torch.equal(ours.indexer_position_ids, theirs.indexer_position_ids)
+    exact = name == "glm5_next"
+    assert_close(ours.dense_indexer(), theirs.indexer_keys, of_model(network, 70) if exact else 2e-2)
+    assert ours.keys.shape[2] == theirs.keys.shape[2]
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk", "dense", "of a DynamicCache", "exact, of a DynamicCache"])
+def test_a_prefix_brings_the_keys_of_the_indexer(kind, tmp_path):
+    """Half of a stored prompt goes on as the cache that read it at once; entries of a DynamicCache as that."""
+    network, stock = family("deepseek_v32"), kind.endswith("DynamicCache")
+    ids, format = tokens(network, 90, rows=1), "int8" if kind in ("memory", "disk") else "identity"
+    options = {"dense": kind == "dense", "min_quantize_tokens": 256 if kind.startswith("exact") else 1}
+    options |= {"max_bytes": 2**22, "format": format, "residual_length": 8, "num_sink_tokens": 2}
+    make = functools.partial(PrefixStore, network, directory=tmp_path if kind == "disk" else None, **options)
+    store = make()
+    if stock:
+        cache = DynamicCache(config=network.config)
+        read(network, cache, ids, (80,))
+        store.store(ids[:, :80], cache)
+    else:
+        with store.reuse(ids[:, :80]) as past:
+            read(network, past, ids, (80,))
+    store = make() if kind == "disk" else store
+    prompt = torch.cat([ids[:, :50], ids[:, 80:]], 1)
+    found = store.fetch(prompt)
+    assert (found.length, found.source) == (50, "disk" if kind == "disk" else "memory")
+    cold = CompressedCache(network.config, format=format, residual_length=8, num_sink_tokens=2)
+    read(network, cold, ids, (80,))
+    cold.crop(-30)
+    got, expected = (read(network, cache, ids[:, 80:], (1, 4, 1)) for cache in (found.cache, cold))
+    assert type(found.cache) is (DynamicCache if kind == "dense" else CompressedCache)
+    assert_close(got, expected, of_model(network, 90))
 
 
 def test_memory_counts_the_indexer():
