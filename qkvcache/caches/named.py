@@ -174,8 +174,8 @@ class HadaQuantCache(CompressedCache):
     calibration data. With 4 and 4 bits, `TurboQuantCache` is as close and faster.
 
     Args:
-        key_bits, value_bits: 2 to 4: 132 bytes a token and head with 4 and 4 at head_dim 128, 116 with 4 and 3, 100 with 3 and 3, 68 with 2
-            and 2.
+        key_bits, value_bits: 2 to 4 each. At head_dim 128 a token of one head takes 132 bytes with 4 and 4 bits, 116 with 4 and 3, 100 with
+            3 and 3, 68 with 2 and 2.
         center: keys and values are quantized around their means. False quantizes them as they are.
         **options: those of CompressedCache.
     """
@@ -186,7 +186,7 @@ class HadaQuantCache(CompressedCache):
         config: PreTrainedConfig | None = None,
         *,
         key_bits: Literal[2, 3, 4] = 4,
-        value_bits: Literal[2, 3, 4] = 4,
+        value_bits: Literal[2, 3, 4] = 3,
         center: bool = True,
         **options: Unpack[FormatOptions],
     ):

@@ -28,7 +28,7 @@ class HadaQuant(Format):
     `center=False`. Raises ValueError for other bits."""
 
     key_bits: Bits = 4
-    value_bits: Bits = 4
+    value_bits: Bits = 3
     center: bool = True
 
     def __post_init__(self) -> None:

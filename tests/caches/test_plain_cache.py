@@ -73,6 +73,17 @@ class Caches(RuleBasedStateMachine):
         self.plain.append([plain.fork() for plain in self.plain[at]])
         self.rows.append(self.rows[at])
 
+    @precondition(lambda self: len(self.caches) < 3)
+    @rule(which=st.integers(0, 9), tokens=st.tuples(*[st.integers(42, 60)] * 3), parent_first=st.booleans())
+    def append_to_both_branches(self, which, tokens, parent_first):
+        """Both write tokens of their own, which leave the residual, into the last page, which they share."""
+        at = self.chosen(which)
+        self.append(at, tokens[2])
+        self.fork(at, copied=False)
+        branches = at, len(self.caches) - 1
+        for branch, count in zip(branches if parent_first else branches[::-1], tokens[:2], strict=True):
+            self.append(branch, count)
+
     @rule(which=st.integers(0, 9), order=st.lists(st.integers(0, 9), min_size=ROWS, max_size=ROWS))
     def reorder(self, which, order):
         at = self.chosen(which)

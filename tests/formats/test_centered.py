@@ -50,7 +50,7 @@ def test_a_mean_costs_next_to_nothing(format):
     share = (noise.norm() / x.norm()).item()
     assert error(format.key, x) == pytest.approx(error(plain.key, noise) * share, rel=0.3)
     if isinstance(format, HadaQuant):
-        assert error(format.value, x) == error(format.key, x)
+        assert error(format.value, x) < 0.35 * error(plain.value, x)
     else:
         assert format.value == plain.value
     assert format.bytes_per_token(128) == plain.bytes_per_token(128)
