@@ -70,9 +70,12 @@ def visible(
 
 
 class Padding(NamedTuple):
-    """The padding in a mask. fits: whether the mask is causal except for columns hidden from all queries. columns:
-    these hidden columns, bool `[B or 1, T]`; None if there are none. left: these columns as padding on the left; None
-    if they are not."""
+    """The padding in a mask.
+
+    fits: whether the mask is causal except for columns hidden from all queries.
+    columns: these hidden columns, bool `[B or 1, T]`; None if there are none.
+    left: these columns as padding on the left; None if they are not.
+    """
 
     fits: bool
     columns: Tensor | None = None

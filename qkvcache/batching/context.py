@@ -46,8 +46,8 @@ class Batching:
         return self.manager
 
     def generate_batch(self, inputs: list[list[int]], *args: Any, **options: Any) -> Any:
-        """The model's `generate_batch`. Requests that it would only log, without an answer, or leave out are refused
-        first."""
+        """Calls the model's `generate_batch`. Requests that it would leave out, or log without an answer, are refused
+        before."""
         from .transformers_adapter import stock_generate_batch
 
         generate = stock_generate_batch(self.model, options)
@@ -62,7 +62,7 @@ class Batching:
         return self.manager.metrics(self._counters)
 
     def close(self) -> None:
-        """Stops the manager and restores the model. Idempotent."""
+        """Stops the manager and restores the model; further calls do nothing."""
         from .transformers_adapter import restore
 
         if restore(self.model, self, self.manager, self._attention):

@@ -149,8 +149,8 @@ class BlockTables:
 class Rows:
     """Rows in the form of `PagedInputs.rows`: rows with one new token each, with their splits, or the past of chunks.
 
-    at: indices of their queries in the batch; None: the rows are the whole batch. tiles: `gather_tiles` of all tokens
-        of chunks.
+    at: indices of their queries in the batch; None: the rows are the whole batch.
+    tiles: `gather_tiles` of all tokens of chunks.
     """
 
     columns: Tensor

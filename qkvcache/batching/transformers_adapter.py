@@ -141,10 +141,12 @@ class Sizing(StockSizing):
 class PoolSize:
     """The allocation for all requests.
 
-    sectors: of `bytes_per_sector`, which are divided into blocks. blocks: as many blocks of `page_size` tokens, each
-        with a page of every layer, are as large. rings: requests that can have exact last tokens at the same time.
-        batch_tokens: new tokens of a step. groups: of each group of layers the blocks in a sector, and the window.
-        bytes_per_block, bytes_per_ring: over all layers.
+    sectors: sectors of `bytes_per_sector` bytes, which are divided into blocks.
+    blocks: as many blocks of `page_size` tokens, each with a page of every layer, are as large.
+    rings: requests that can have exact last tokens at the same time.
+    batch_tokens: new tokens of a step.
+    groups: for each group of layers, the blocks in a sector, and the window.
+    bytes_per_block, bytes_per_ring: over all layers.
     """
 
     sectors: int

@@ -63,9 +63,9 @@ class CompressedCache(DynamicCache):
         model.generate(**inputs, past_key_values=CompressedCache(model.config, format="turboquant_4bit_nc"))
         model.generate(**inputs, past_key_values=CompressedCache(model.config, format="fp8", policy=policies.KeyDiff(budget=2048)))
 
-    Full attention is compressed, in layers that hold a recurrent state beside it too; sliding, linear and shared layers are those of
-    transformers. Every feature of `generate` works:
-    batches with padding, beams, multi-turn, deepcopy; and without a policy, assisted decoding and offloading.
+    Layers with full attention are compressed, also those that hold a recurrent state beside it; sliding, linear and shared layers are
+    those of transformers. Every feature of `generate` works: batches with padding, beams, several turns, deepcopy; and without a
+    policy, assisted decoding and offloading.
 
     Args:
         config: the model's config. Optional where every layer has full attention.
@@ -83,7 +83,7 @@ class CompressedCache(DynamicCache):
         skip_layers: indices of layers to leave uncompressed, negative ones from the end.
         max_length: the most tokens that may be seen. Storage for them is allocated at once, at fixed addresses, so that `generate` compiles
             its steps and replays them as CUDA graphs, as with a StaticCache. None: the cache grows.
-        compile: whether `generate` compiles the steps of a growing cache, which takes half a minute once: chunks are
+        compile: whether `generate` compiles the steps of a growing cache, which takes half a minute once: pages are
             added between steps, and the number of mask columns is a power of two. With `max_length` steps are always
             compiled. Needs formats with kernels, and attention other than eager.
         offloading: keeps all layers except the running one in host memory, as DynamicCache does.
@@ -179,8 +179,8 @@ class CompressedCache(DynamicCache):
         attention.install()
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        """Stores keys and values as transformers' Cache does, but raises ValueError for an encoder's states, which that
-        would append to the decoder's."""
+        """Stores keys and values as transformers' Cache does. Raises ValueError for an encoder's states, which would be
+        appended to the decoder's."""
         # Outside of an EncoderDecoderCache, a step updates the same layer twice in a row.
         if self._encoder_decoder and layer_idx == self._last_layer and len(self.layers) > 1:
             self._refuse_bare()

@@ -26,19 +26,21 @@ _lock, _contexts = threading.Lock(), 0
 
 @contextmanager
 def default(*, format: FormatLike | None = None, **options: Unpack[FormatOptions]) -> Iterator[None]:
-    """Within the context, each `DynamicCache` that transformers makes is a `CompressedCache` with these options: in `generate`, pipelines
-    and libraries that call them without a cache.
+    """Makes each `DynamicCache` that transformers creates within the context a `CompressedCache` with these options: in `generate`,
+    pipelines, and libraries that call them without a cache.
 
         with default(format="int8"):
             model.generate(**inputs)
 
-    Contexts may be nested; the innermost counts. A context is of its thread (or asyncio task) alone: a thread that is started in it
-    makes caches of transformers, unless it has a context of its own. Caches that other code makes are left as they are, and so are
-    those of an encoder's states.
+    Contexts may be nested; the innermost counts. A context belongs to its thread or asyncio task: in a thread that is started within
+    it, transformers makes its own caches, unless that thread enters a context too. Caches that other code makes, and those of an
+    encoder's states, stay as they are.
 
     Raises:
-        TypeError: neither `format` nor `policy`, an unknown option. ValueError: an unknown format or policy. Errors that depend on the
-        model are raised where its cache is made.
+        TypeError: neither `format` nor `policy`, an unknown option.
+        ValueError: an unknown format or policy.
+
+    Errors that depend on the model are raised where its cache is made.
     """
     global _contexts
     known = inspect.signature(CompressedCache).parameters

@@ -58,7 +58,8 @@ def makes(name: Literal["format", "policy"]) -> Callable[[Init], Init]:
 
 
 class QuantizedPerTokenCache(CompressedCache):
-    """Dynamic scales, no calibration data: INT8, FP8 or INT4 with one scale a token (vLLM RFC #37319 and what was merged from it).
+    """INT8, FP8 or INT4 with one scale for each token, computed when it is stored, without calibration data (vLLM RFC #37319 and what was
+    merged from it).
 
         QuantizedPerTokenCache(model.config, dtype="int8")
 
@@ -274,7 +275,7 @@ class CombinedCache(CompressedCache):
     Args:
         num_sink_tokens: first tokens that are retained, in the model's dtype.
         recent: newest tokens that are retained; the last `residual_length` of them stay exact too.
-        heavy: heavy hitters: share of the tokens seen (float), or tokens (int).
+        heavy: heavy hitters that are retained besides: share of the tokens seen (float), or tokens (int).
         format: how all but the exact tokens are stored.
         **options: those of CompressedCache.
     """

@@ -188,7 +188,8 @@ class LaunchPlan:
     """The launch of attention calls of one shape: everything that depends neither on the step nor on tensors.
 
     Args:
-        shape: of the queries, `[B, Hq, Q, D]`. heads: KV heads.
+        shape: the shape of the queries, `[B, Hq, Q, D]`.
+        heads: KV heads.
         mask: the kind of mask: "none", "row", "bool" or "float".
         exact: whether there are exact tokens, or slots for them.
         items: whether `Splits` divide the rows among programs.

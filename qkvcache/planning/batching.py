@@ -31,9 +31,12 @@ Mix = Sequence[tuple[float, int, int]]
 class BatchingPlan:
     """The pool of pages beside the weights, and the requests of a mix that fit into it, each at its full length.
 
-    mix: kinds of requests as given. counts: the number of requests of each kind that fit at once. page_size: tokens of
-        a page. pages: pages of the pool. rings: requests that may have exact last tokens at once (0: transformers' own
-        pages). bytes_per_page, bytes_per_ring: over all layers and GPUs.
+    mix: kinds of requests as given.
+    counts: the number of requests of each kind that fit at once.
+    page_size: tokens of a page.
+    pages: pages of the pool.
+    rings: requests that may have exact last tokens at once (0: transformers' own pages).
+    bytes_per_page, bytes_per_ring: over all layers and GPUs.
     """
 
     mix: tuple[tuple[float, int, int], ...]

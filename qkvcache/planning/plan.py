@@ -34,12 +34,14 @@ FURTHEST = 2**30
 class Plan:
     """The bytes of `batch` requests of `context` tokens, summed over all GPUs.
 
-    request: bytes of one request, as `cache.memory()` counts them. dense: its bytes in a DynamicCache. requests: the
-        number of requests that fit into `gpu_memory` beside `weights_memory`. longest_context: the most tokens of each
-        of `batch` requests; None if the cache stops growing before memory is full (`unbounded`). Both are None without
-        `gpu_memory`. at_most: whether heads share budgets (`AdaKV`), so that the bytes depend on the
-        text; the bytes are then an upper bound, and `requests` a lower bound. batching: the plan of continuous
-        batching, if `plan` was given a mix of requests.
+    request: bytes of one request, as `cache.memory()` counts them.
+    dense: bytes of one request in a DynamicCache.
+    requests: the number of requests that fit into `gpu_memory` beside `weights_memory`; None without `gpu_memory`.
+    longest_context: the most tokens that each of `batch` requests can have; None without `gpu_memory`, and if the cache
+        stops growing before memory is full (`unbounded`).
+    at_most: whether heads share budgets (`AdaKV`), so that the bytes depend on the text; the bytes are then an upper
+        bound, and `requests` a lower bound.
+    batching: the plan of continuous batching, if `plan` was given `requests`.
     """
 
     model: str
@@ -138,25 +140,28 @@ def plan(
     skip_layers: Iterable[int] = (),
     max_length: int | None = None,
 ) -> Plan:
-    """Plans the bytes of a `CompressedCache` with these options, as `cache.nbytes` will measure them, for requests
-    without padding. With `AdaKV` they are an upper bound.
+    """Returns the bytes that a `CompressedCache` with these options will take, as `cache.nbytes` measures them, for
+    requests without padding. With `AdaKV` they are an upper bound.
 
         plan(config, format="turboquant_4bit_nc", context=131_072, gpu_memory=80e9, tensor_parallel=8)
         plan(config, format="turboquant_4bit_nc", requests=[(3, 1_000, 200), (1, 16_000, 500)], gpu_memory=80e9)
 
     Args:
-        format, policy, num_sink_tokens, residual_length, skip_layers: as CompressedCache takes them; without format and
-        policy, the plan is for a DynamicCache, or with `max_length` for a StaticCache. context: tokens of a request,
-        prompt and answer together. None: those of the longest of `requests`. prompt: tokens of the context that are
-        read at once; None: all. Storage for later tokens grows by chunks, to an eighth more than needed. batch:
-        requests that run together. requests: kinds of requests of continuous batching, `(weight, prompt tokens, answer
-        tokens)` each. `Plan.batching` then has the number of requests that run together in pages of 256 tokens in
-        `format` (None: transformers' own pages), in the share of the memory that transformers takes by default.
-        Requires `gpu_memory`; excludes `policy`, `max_length` and `skip_layers`. gpu_memory: bytes of one GPU for
-        weights and caches. Activations are not counted: leave room for them. weights_memory: bytes of the weights, over
-        all GPUs; None counts the config's parameters in `dtype`. tensor_parallel: GPUs that share the KV heads of each
-        layer evenly. dtype: the model's dtype, or its name; None: that of the config, or bfloat16 if it has none.
-        max_length: the tokens for which CompressedCache allocates storage at once: a request then has the same bytes
+        format, policy, num_sink_tokens, residual_length, skip_layers: as CompressedCache takes them. Without format and
+            policy, the plan is for a DynamicCache, or with `max_length` for a StaticCache.
+        context: tokens of a request, prompt and answer together. None: those of the longest of `requests`.
+        prompt: tokens of the context that are read at once; None: all. Pages for later tokens are added as the cache
+            grows, up to an eighth more than needed.
+        batch: requests that run together.
+        requests: kinds of requests of continuous batching, each `(weight, prompt tokens, answer tokens)`.
+            `Plan.batching` then says how many of them run together in pages of 256 tokens in `format` (None:
+            transformers' own pages), in the share of the memory that transformers takes by default. Requires
+            `gpu_memory`; excludes `policy`, `max_length` and `skip_layers`.
+        gpu_memory: bytes of one GPU for weights and caches. Activations are not counted: leave room for them.
+        weights_memory: bytes of the weights over all GPUs; None counts the config's parameters in `dtype`.
+        tensor_parallel: GPUs that share the KV heads of each layer evenly.
+        dtype: the model's dtype, or its name; None: that of the config, or bfloat16 if it has none.
+        max_length: the tokens for which CompressedCache allocates pages at once: a request then has the same bytes
             from its first token on, and `longest_context` is the largest `max_length` that fits.
 
     Raises:

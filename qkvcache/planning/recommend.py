@@ -187,8 +187,8 @@ def recommend(
         context, gpu_memory, weights_memory, tensor_parallel, dtype: as `plan` takes them.
 
     Raises:
-        ValueError: an unknown workload, streaming together with chat, and the errors of `plan`. TypeError,
-            NotImplementedError: the errors of `plan`.
+        ValueError: an unknown workload, streaming together with chat, and the errors of `plan`.
+        TypeError, NotImplementedError: the errors of `plan`.
     """
     check_option("workload", workload, LADDERS, "; chat=True (--chat) and streaming=True (--streaming) are options beside it")
     if streaming and chat:

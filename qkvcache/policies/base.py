@@ -42,9 +42,9 @@ class Arrivals:
     leave the residual. Fields that the policy does not need are None.
 
     after_keys, after_values: `[B, H, T + N, D]`, keys and values of these tokens and of the tokens after them.
-    is_valid: bool `[B, T]`, False for padding; None: no padding. positions: int32 `[B, T]`, the rank among the row's
-        tokens that are not padding, which is also the position that `generate` gives to the model; -1 for padding. None
-        with a `lag_length`.
+    is_valid: bool `[B, T]`, False for padding; None: no padding.
+    positions: int32 `[B, T]`, the rank among the row's tokens that are not padding, which is also the position that
+        `generate` gives to the model; -1 for padding. None with a `lag_length`.
     begin: the position of the first token where no row has had padding; else None.
     seen: int64 `[B, 1, 1]`, the number of tokens that the row has seen, these included and padding left out.
     queries: `[B, Hq, T, D]`, the queries of the same tokens, with `needs_queries`.
@@ -92,7 +92,8 @@ class Tokens:
     positions: int32 `[B, H, T]`, the rank among the row's tokens that are not padding.
     valid: bool `[B, H, T]`; False for empty slots.
     seen: int64 `[B, 1, 1]`, the number of tokens that the row has seen, without padding.
-    score: fp32 `[B, H, T]`, the result of `score` and `observe`. key_norm, value_norm: fp32 `[B, H, T]`.
+    score: fp32 `[B, H, T]`, the result of `score` and `observe`.
+    key_norm, value_norm: fp32 `[B, H, T]`, the norms of keys and of values.
     output_norm: fp32 `[B, H, T]`, the norm of a value in the layer's output, as the mean over the group's query heads.
     """
 
@@ -300,7 +301,7 @@ class Policy(ABC):  # noqa: B024  (for `register`)
 
 
 def given(x: Given | None, what: str) -> Given:
-    """`x`. Raises ValueError if the layer does not have `what`."""
+    """Returns `x`. Raises ValueError if it is None: the layer was not given `what`."""
     if x is None:
         raise ValueError(f"this layer was not given {what}")
     return x

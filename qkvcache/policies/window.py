@@ -46,7 +46,8 @@ class SinkWindow(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class SlidingWindow(SinkWindow):
-    """The newest `window_length` tokens, in a ring. Models that were not trained for it fall apart once their first tokens are gone."""
+    """The newest `window_length` tokens, in a ring. Models that were not trained with such a window
+    produce nonsense once their first tokens are evicted."""
 
     window_length: int = 4096
     num_sink_tokens: int = 0

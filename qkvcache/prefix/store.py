@@ -69,11 +69,11 @@ class Stats:
         stored: entries stored.
         covered: entries not stored, because another, in memory or on disk, already held all of their tokens.
         rejected: entries larger than the whole budget.
-        refused: entries whose reuse would not be exact, and failed writes, by reason. evicted, evicted_files: entries
-            removed from memory, and from disk, to make room.
+        refused: entries whose reuse would not be exact, and failed writes, by reason.
+        evicted, evicted_files: entries removed from memory, and from disk, to make room.
         skipped: files that were not loaded, by reason.
-        entries, nbytes: in memory, bytes measured from live tensors.
-        files, disk_bytes: on disk, of all processes.
+        entries, nbytes: entries in memory, and the bytes of their live tensors.
+        files, disk_bytes: entries on disk, of all processes, and their bytes.
     """
 
     hits: Counter[str] = field(default_factory=Counter)
@@ -113,12 +113,12 @@ class PrefixStore:
             memory only.
         max_disk_bytes: the most bytes of all entries in the directory; None: ten times `max_bytes`.
         tokenizer: the tokenizer of the token ids; if given, entries are used only with the same vocabulary.
-        identity: anything else that entries depend on and that a sample of the weights does not show. **options: those
-        of CompressedCache, for the caches that `reuse` returns: `policy`, `num_sink_tokens`, `residual_length`,
-            `skip_layers`.
+        identity: anything else that entries depend on and that a sample of the weights does not show.
+        **options: `policy`, `num_sink_tokens`, `residual_length` and `skip_layers` of the caches that `reuse` returns, as
+            CompressedCache takes them.
 
     Entries keep the format of the cache that they were stored from. Give the store the format of the caches that you
-    store: after a restart it finds only entries of this format. Not for use by several threads at once.
+    store: after a restart it finds only entries of this format. Threads must not use a store at the same time.
 
     Raises:
         ValueError: negative sizes, an unknown format, options that exclude each other, a directory that cannot be written.
@@ -162,9 +162,9 @@ class PrefixStore:
 
     @torch.no_grad()
     def fetch(self, ids: Ids) -> Match:
-        """The longest stored beginning of `ids`, `[T]` or `[B, T]` with equal rows, in a new cache of `B` rows.
+        """Returns the longest stored beginning of `ids`, `[T]` or `[B, T]` with equal rows, in a new cache of `B` rows.
 
-        It has at most `T - 1` tokens, since `generate` must have one to compute. Raises TypeError or ValueError for
+        It has at most `T - 1` tokens, since `generate` needs one to compute. Raises TypeError or ValueError for
         invalid token ids, and for rows that differ.
         """
         inputs = rows(ids)

@@ -1,5 +1,6 @@
 """Every public name has its line in the reference, once, and a docstring."""
 
+import ast
 import importlib
 import re
 from collections import Counter
@@ -32,3 +33,16 @@ def test_every_line_names_something_once():
         assert count == 1, name
         thing = found(name)
         assert not callable(thing) or (getattr(thing, "__doc__", None) or "").strip(), f"{name} has no docstring"
+
+
+def test_every_argument_and_error_has_its_own_line():
+    for path in (Path(__file__).parents[2] / "qkvcache").rglob("*.py"):
+        if path.name.startswith("triton_"):
+            continue  # tables of the arguments of kernels
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef) or not (text := ast.get_docstring(node)):
+                continue
+            named = {name.arg for name in ast.walk(node) if isinstance(name, ast.arg)}
+            named |= {name.target.id for name in node.body if isinstance(name, ast.AnnAssign) and isinstance(name.target, ast.Name)}
+            for name in re.findall(r"\. \**(\w+): ", text):
+                assert name not in named and not name.endswith("Error"), f"{path.name}, {node.name}: {name} within a line"
