@@ -155,15 +155,18 @@ def check_config(config: PreTrainedConfig) -> None:
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
         raise NotImplementedError(f"{config.model_type} is an encoder-decoder: transformers batches decoders only")
-    if getattr(text, "kv_lora_rank", None):
-        raise NotImplementedError(f"{text.model_type} caches latents (MLA), which are compressed already")
     if text.model_type in OWN_ATTENTION:
         raise NotImplementedError(f"{text.model_type} computes attention itself, not through transformers, and would not read the pages")
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise NotImplementedError(
             f"{text.model_type} has {', '.join(sorted(kinds))} layers: transformers' continuous batching has no allocator for them, only "
-            "for full and sliding attention"
+            "for full and sliding attention, and passes its cache to attention alone"
+        )
+    if rank := getattr(text, "kv_lora_rank", None):
+        raise NotImplementedError(
+            f"{text.model_type} caches latents of {rank} channels and rotated keys of {text.qk_rope_head_dim} (MLA): transformers' "
+            "continuous batching makes pages of num_key_value_heads heads with head_dim channels, and cannot store them"
         )
     try:
         alike = getattr(text, "global_head_dim", None) in (None, head_dim_of(text))

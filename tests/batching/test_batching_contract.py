@@ -133,9 +133,8 @@ def test_models_are_served_or_refused(name):
     network = model(name, "eager" if (name, "sdpa") in UNSUPPORTED else "sdpa")
     served = {"llama", "qwen3", "phi3", "gpt2", "gemma2", "gemma3", "gpt_oss", "mistral"}
     if name not in served:
-        with pytest.raises(
-            NotImplementedError, match="has (linear_attention|hybrid) layers: .*no allocator|latents|shares keys|of several sizes"
-        ):
+        says = "has (linear_attention|hybrid) layers: .*no allocator|MLA.: .* cannot store|shares keys|of several sizes"
+        with pytest.raises(NotImplementedError, match=says):
             continuous_batching(network)
         assert "init_continuous_batching" not in network.__dict__
         return
@@ -153,6 +152,8 @@ def test_models_are_served_or_refused(name):
         (transformers.GPTJConfig, "gptj computes attention itself"),
         (transformers.Llama4TextConfig, "has chunked_attention layers: .* no allocator"),
         (transformers.BambaConfig, "has linear_attention layers: .* no allocator"),
+        (transformers.FalconH1Config, "has hybrid layers: .* no allocator .* attention alone"),
+        (transformers.DeepseekV3Config, "latents of 512 channels and rotated keys of 64 .MLA.: .* cannot store them"),
         (transformers.Gemma4TextConfig, "heads of several sizes"),
     ],
 )
