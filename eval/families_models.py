@@ -127,6 +127,7 @@ QUIRKS: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 16]},
     "roc_bert": {"shape_vocab_size": 64, "pronunciation_vocab_size": 64},
     "step3p5": {"layer_types": MIXED, "sliding_window": 16},
+    "voxtral": {"audio_token_id": VOCABULARY - 1},
     "whisper (speech)": {"max_source_positions": 30, "num_mel_bins": 16},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},

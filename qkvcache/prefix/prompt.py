@@ -7,6 +7,7 @@ than a fetch.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Sequence
 
 import numpy
@@ -19,7 +20,8 @@ Ids = Sequence[int] | Sequence[Sequence[int]] | Tensor
 STEPS_MATTER = frozenset(("cpmant", "jamba", "moshi", "paligemma", "prophetnet", "recurrent_gemma", "zamba"))
 """Model types of transformers whose answers depend on the steps in which a prompt is read, so that none may go on from a stored
 one: some start recurrent states anew in each step of several tokens, and tokens of others attend to later ones."""
-MEDIA = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
+MEDIA = re.compile(r"(image|video|audio|speech|media|visual|vision)(_placeholder|_indicator)?_token_(id|ids|index)")
+"""Names of a config's placeholders of images, videos and sounds."""
 
 
 def rows(ids: Ids) -> list[Tensor]:
@@ -41,9 +43,16 @@ def rows(ids: Ids) -> list[Tensor]:
 def text_tokens(row: Tensor, config: PreTrainedConfig) -> int:
     """The number of tokens before the first placeholder of an image, a video or a sound, whose content the ids do not
     show."""
-    media = sorted({value for name in MEDIA if (value := getattr(config, name, None)) is not None})
-    hits = numpy.isin(row.numpy(), media)
+    hits = numpy.isin(row.numpy(), sorted(placeholders(config)))
     return int(hits.argmax()) if hits.any() else len(row)
+
+
+def placeholders(config: PreTrainedConfig) -> set[int]:
+    """The token ids of images, videos and sounds, which the config or one within it names."""
+    found = [value for name, value in vars(config).items() if MEDIA.fullmatch(name) and value is not None]
+    inner = [x for name in config.sub_configs if isinstance(x := getattr(config, name, None), PreTrainedConfig)]
+    own = {token for value in found for token in (value if isinstance(value, list | tuple) else [value])}
+    return own.union(*map(placeholders, inner))
 
 
 @torch.no_grad()
@@ -76,6 +85,8 @@ def refusal(row: Tensor, config: PreTrainedConfig, least: int, padded: bool = Fa
         return "fewer tokens than min_match_tokens"
     if kinds := {config.model_type, text.model_type} & STEPS_MATTER:
         return f"{kinds.pop()}, whose answers depend on the steps in which a prompt is read"
+    if not placeholders(config) and any(name.startswith(("vision_", "audio_")) for name in config.sub_configs):
+        return "a model of images or sounds whose config names no placeholder for them"
     if text_tokens(row, config) < len(row):
         return "images, videos or sounds among the tokens, which ids do not tell apart"
     first = int(row[0])

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -159,6 +160,8 @@ class PrefixStore:
         self._memory = MemoryStore(max_bytes)
         self._disk = None if directory is None else DiskStore(Path(directory), max_disk_bytes, model.config.model_type)
         self._stats = Stats()
+        self._positioned: list[Any] = [module for module in model.modules() if hasattr(module, "rope_deltas")]
+        """Modules that remember how far an image of the latest prompt has shifted the positions after it."""
 
     @torch.no_grad()
     def fetch(self, ids: Ids) -> Match:
@@ -186,6 +189,7 @@ class PrefixStore:
                 continue
             if len(inputs) > 1:
                 cache.batch_repeat_interleave(len(inputs))
+            self._forget_positions()
             self._stats.hits[kind := match.kind(stored, key)] += 1
             self._stats.tokens_reused += tokens
             return Match(cache, tokens, kind, "disk" if disk else "memory")
@@ -225,6 +229,7 @@ class PrefixStore:
         it. For beams, samples or choices, call `past.batch_repeat_interleave(n)` first. To store the answer too, call
         `store(output_ids, past)`.
         """
+        positions = [(module, module.rope_deltas) for module in self._positioned]
         match = self.fetch(ids)
         inputs = rows(ids)
         row = inputs[0]
@@ -242,6 +247,8 @@ class PrefixStore:
                 self._store(text, cache, self._identity.current(), release=template)
         finally:
             cache.layers = template.layers()
+            for module, deltas in positions:  # another conversation may go on
+                module.rope_deltas = deltas
 
     def trim(self, max_bytes: int, max_disk_bytes: int | None = None) -> None:
         """Evicts the least recently used entries until at most `max_bytes` are in memory, and `max_disk_bytes` on disk if given."""
@@ -324,11 +331,17 @@ class PrefixStore:
     def _compute(self, row: Tensor, cache: Cache, count: int, interval: int) -> None:
         """Computes the tokens of `row` that `cache`, of `count` rows, has not seen, and stores them with checkpoints."""
         checkpoints: Checkpoints = {}
+        self._forget_positions()
         for tokens in compute(self.model, row.expand(count, -1), cache, interval):
             if tokens == len(row):
                 self._store(row, cache, self._identity.current(), checkpoints=checkpoints)
             else:
                 checkpoints = thinned(checkpoints | {tokens: take_checkpoint(cache)}, self._memory.max_bytes // 2)
+
+    def _forget_positions(self) -> None:
+        """Lets the model compute its positions anew: a cache of the store holds text alone, before any image."""
+        for module in self._positioned:
+            module.rope_deltas = None
 
     def _devices(self) -> list[torch.device]:
         """The device of each layer."""
