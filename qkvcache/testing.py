@@ -80,7 +80,8 @@ def returns_what_is_declared(format: Format, head_dim: int) -> None:
             _require(found == declared, f"{side}: quantize and calibrate return {found}, and buffers declares {declared}")
             levels, scale, offset, center = codec.unpack(codes, head_dim)
             for name, part, shape in (("levels", levels, [2, 3, 5, head_dim]), ("center", center, [2, 3, 1, head_dim])):
-                fits = part is None or part.dtype == torch.float32 and list(part.shape) == shape
+                kinds = (torch.float32, torch.int8) if name == "levels" and scale is not None else (torch.float32,)
+                fits = part is None or part.dtype in kinds and list(part.shape) == shape
                 _require(fits, f"{side}: the {name} of unpack must be float32 {shape}, got {_described(part)}")
             for name, part in (("scale", scale), ("offset", offset)):
                 fits = part is None or part.dtype == torch.float32 and not head_dim % part.shape[-1]

@@ -119,8 +119,8 @@ class PackedLayout:
 
 
 class QuantizedValues(NamedTuple):
-    """Unpacked codes, not rotated back. `levels` `[B, H, T, D]`; `scale`, `offset` `[B, H or 1, T or 1, 1 or D / group]`; `center`, which
-    all tokens share, `[B, H, 1, D]`; fp32."""
+    """Unpacked codes, not rotated back. `levels` `[B, H, T, D]`, fp32 or, with a scale, int8; `scale`, `offset` `[B, H or 1, T or 1,
+    1 or D / group]`; `center`, which all tokens share, `[B, H, 1, D]`; fp32."""
 
     levels: Tensor
     scale: Tensor | None = None

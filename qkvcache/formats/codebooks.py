@@ -47,8 +47,12 @@ GRID: dict[int, tuple[float, tuple[int, ...]]] = {
 @functools.cache
 def grid_levels(bits: int) -> tuple[float, ...]:
     """The levels that are stored, ascending."""
-    step, counts = GRID[bits]
-    return _mirrored(*((n + 0.5) * step for n in counts))
+    return tuple((n + 0.5) * GRID[bits][0] for n in grid_steps(GRID[bits][1]))
+
+
+def grid_steps(counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Levels in steps less one half, ascending, of the positive ones."""
+    return *(-1 - n for n in reversed(counts)), *counts
 
 
 UPPER: tuple[int, ...] = (9, 31)
@@ -58,7 +62,7 @@ UPPER: tuple[int, ...] = (9, 31)
 @functools.cache
 def upper_levels() -> tuple[float, ...]:
     """The levels of the upper two bits of a code of 4 bits, ascending."""
-    return _mirrored(*((n + 0.5) * GRID[4][0] for n in UPPER))
+    return tuple((n + 0.5) * GRID[4][0] for n in grid_steps(UPPER))
 
 
 @functools.cache

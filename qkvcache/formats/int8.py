@@ -43,7 +43,7 @@ class SymmetricInt8(Codec):
         return {"codes": codes.to(torch.int8), "scale": scale}
 
     def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
-        return QuantizedValues(codes["codes"].float(), codes["scale"].float())
+        return QuantizedValues(codes["codes"], codes["scale"].float())
 
 
 @dataclass(frozen=True)

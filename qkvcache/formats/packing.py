@@ -56,14 +56,15 @@ def pack(codes: Tensor, bits: int, halves: bool = False) -> Codes:
 
 
 def lookup(packed: Codes, bits: int, levels: tuple[float, ...], halves: bool = False) -> Tensor:
-    """`levels[code]` for the buffers of `code_buffers`, as fp32 `[..., D]`."""
+    """`levels[code]` for the buffers of `code_buffers`, `[..., D]`: int8 if levels are integers, which halves the time, else fp32."""
     if halves:
         index = torch.add(packed["low"].short(), packed["high"], alpha=256).view(torch.uint16)  # torch shifts bits slowly
     elif bits == 3:
         index = packed["low"].long() | _high_bits(packed["high"]).long() << 8
     else:
         index = packed["codes"] if bits == 2 else packed["codes"].view(torch.uint16)
-    return gather(index, _table(levels, bits, index.device, halves))
+    dtype = torch.int8 if isinstance(levels[0], int) else torch.float32  # named, since equal tuples share a table
+    return gather(index, _table(levels, bits, index.device, halves, dtype))
 
 
 def rank(x: Tensor, thresholds: tuple[float, ...]) -> Tensor:
@@ -116,12 +117,13 @@ def _pack_bits(codes: Tensor, bits: int) -> Tensor:
 
 
 def gather(index: Tensor, table: Tensor) -> Tensor:
-    """The rows of `table`, which `as_rows` made, that `index` `[..., N]` names, end to end: fp32 `[..., N * width]`."""
-    # An entry of the table is one complex number, so that each gather moves eight or sixteen bytes. Token by token, since torch then shares
+    """The rows of `table`, which `as_rows` made, that `index` `[..., N]` names, end to end: fp32 or int8 `[..., N * width]`."""
+    # An entry of the table is one number, so that each gather moves up to sixteen bytes. Token by token, since torch then shares
     # the work among threads, which it does not when it picks from one dimension.
     tokens = index.long().reshape(index.shape[:-1].numel(), index.shape[-1])
     entries = torch.gather(table.expand(tokens.shape[0], -1), 1, tokens)
-    values = torch.view_as_real(entries).flatten(1).view(torch.float32)
+    values = torch.view_as_real(entries).flatten(1) if entries.is_complex() else entries
+    values = values.view(torch.float32 if entries.is_complex() else torch.int8)
     return values.view(*index.shape[:-1], values.shape[1])
 
 
@@ -132,16 +134,17 @@ def constants(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def as_rows(values: Tensor) -> Tensor:
-    """fp32 `[N, 2 or 4]` to one complex64 or complex128 an entry."""
-    return values.contiguous().view(torch.complex64 if values.shape[-1] == 2 else torch.complex128).flatten()
+    """fp32 or int8 `[N, 2 or 4]` to one complex number or integer an entry."""
+    kinds = (torch.complex64, torch.complex128) if values.is_floating_point() else (torch.int16, torch.int32)
+    return values.contiguous().view(kinds[values.shape[-1] // 4]).flatten()
 
 
 @functools.lru_cache(maxsize=64)
-def _table(levels: tuple[float, ...], bits: int, device: torch.device, halves: bool) -> Tensor:
-    """`levels` of all indices that hold as many codes of `bits` as a gather reads, as rows for it. Those of 3 bits, or in `halves`, hold
-    low bits of four channels, then their high bits."""
+def _table(levels: tuple[float, ...], bits: int, device: torch.device, halves: bool, dtype: torch.dtype) -> Tensor:
+    """`levels` in `dtype` of all indices that hold as many codes of `bits` as a gather reads, as rows for it. Those of 3 bits, or in
+    `halves`, hold low bits of four channels, then their high bits."""
     channels = 2 if bits == 8 else 4
-    index, values = torch.arange(2 ** (bits * channels), device=device), constants(levels, device)
+    index, values = torch.arange(2 ** (bits * channels), device=device), constants(levels, device).to(dtype)
     if halves:
         codes = [(index >> 2 * (i ^ 1) & 3) | (index >> 8 + 2 * i & 3) << 2 for i in range(channels)]
     elif bits == 3:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .base import Buffer, Codec, Codes, PackedLayout, QuantizedValues
-from .codebooks import grid_levels, midpoints, upper_levels
+from .codebooks import GRID, UPPER, grid_levels, grid_steps, midpoints
 from .packing import code_buffers, lookup, pack, plane_names, rank
 from .rotation import Hadamard, exact_dtype, number_of
 
@@ -40,13 +40,12 @@ class Rotated(Codec):
         norm = _norm(x)
         y = self.rotate(x).float() * (x.shape[-1] ** 0.5 / (norm + 1e-8))
         codes = pack(rank(y, midpoints(self.bits)), self.bits, self._halves)
-        return codes | {"scale": (norm / _norm(self._levels(codes))).half()}
+        levels = lookup(codes, self.bits, grid_levels(self.bits), self._halves)
+        return codes | {"scale": (norm / _norm(levels)).half()}
 
     def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
-        return QuantizedValues(self._levels(codes), codes["scale"].float())
-
-    def _levels(self, codes: Codes) -> Tensor:
-        return lookup(codes, self.bits, grid_levels(self.bits), self._halves)
+        step, counts = GRID[self.bits]
+        return _in_steps(lookup(codes, self.bits, grid_steps(counts), self._halves), codes["scale"].float() * step)
 
     @property
     def _halves(self) -> bool:
@@ -76,7 +75,12 @@ class UpperHalves(Codec):
         return {name: codes[name] for name in ("high", "scale")}
 
     def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
-        return QuantizedValues(lookup({"codes": codes["high"]}, 2, upper_levels()), codes["scale"].float())
+        return _in_steps(lookup({"codes": codes["high"]}, 2, grid_steps(UPPER)), codes["scale"].float() * GRID[4][0])
+
+
+def _in_steps(levels: Tensor, scale: Tensor) -> QuantizedValues:
+    """Levels of `grid_steps`, int8, as quantized values with steps of `scale`."""
+    return QuantizedValues(levels, scale, scale / 2)
 
 
 def _norm(x: Tensor) -> Tensor:

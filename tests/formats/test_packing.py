@@ -77,6 +77,8 @@ def test_shapes_and_declared_buffers(bits, halves, width):
     assert {name: tuple(plane.shape) for name, plane in packed.items()} == {b.name: (2, 3, 5, b.width) for b in buffers}
     assert sum(b.nbytes() for b in buffers) * 8 == bits * width
     assert torch.equal(packing.lookup(packed, bits, LEVELS[bits], halves), torch.tensor(LEVELS[bits])[x.long()])
+    steps = tuple(range(-(2 ** (bits - 1)), 2 ** (bits - 1)))
+    assert torch.equal(packing.lookup(packed, bits, steps, halves), torch.tensor(steps, dtype=torch.int8)[x.long()])
 
 
 @pytest.mark.parametrize(("bits", "halves"), [(2, False), (3, False), (4, False), (4, True), (8, False)])
