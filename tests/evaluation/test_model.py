@@ -62,8 +62,10 @@ def test_the_batch_size_changes_nothing(mixture, scoring):
     torch.testing.assert_close(one, seven, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"cache": "turboquant_3bit_nc"}, {"cache": "int8", "policy": "h2o", "budget": 20}, {"cache": "nvfp4"}])
-@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize(
+    ("options", "chunk"),
+    [({"cache": "turboquant_3bit_nc"}, 1), ({"cache": "int8", "policy": "h2o", "budget": 20}, 3), ({"cache": "nvfp4"}, 3)],
+)
 def test_scores_are_those_of_reading_on_through_the_cache(options, chunk):
     network, requests = model("llama"), token_requests()
     got = score(cached(chunk=chunk, **options, **SHORT))  # the shapes of below: rounding turns no code

@@ -116,7 +116,7 @@ def test_formats_and_policies_in_models(name, policy, format):
 def test_zones_and_steps(zones, prompt):
     for options in ({"format": FORMATS["fp8_tensor_frozen"]}, {"format": "int4", "policy": policies.Knorm(budget=0.3)}):
         options |= {"num_sink_tokens": zones[0], "residual_length": zones[1]}
-        check(drive("llama", prompt, 40, **options), "llama", prompt, 40, **options)
+        check(drive("llama", prompt, 20, **options), "llama", prompt, 20, **options)
 
 
 @pytest.mark.parametrize(
