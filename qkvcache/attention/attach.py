@@ -78,9 +78,9 @@ class Attachment:
 
 
 def attach(model: PreTrainedModel | Pipeline, factory: Callable[..., Cache]) -> Attachment:
-    """Gives `factory(model.config)` to every later `model.generate` that is called without a cache. It takes precedence
-    over the `cache_implementation` of the model's generation config; `generate(cache_implementation=...)` raises
-    ValueError.
+    """Gives every later `model.generate` that is called without a cache the cache `factory(model.config)`, which takes
+    precedence over the `cache_implementation` of the model's generation config. `generate(cache_implementation=...)`
+    raises ValueError.
 
     In encoder-decoder models it serves self-attention, beside an ordinary cache for the encoder's states.
 

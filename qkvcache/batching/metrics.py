@@ -23,7 +23,7 @@ class Metrics:
     page_bytes        bytes of all pages, and of those that receive what is never read
     ring_bytes        bytes of all rings, likewise
     tokens_generated  since `continuous_batching` was entered
-    prompt_tokens     of prompts, since then
+    prompt_tokens     tokens of prompts, since then
     cached_tokens     of those, tokens that were in pages already
     preemptions       times that a running request lost its pages to others, to be continued later
     """

@@ -103,7 +103,8 @@ def calibrate(
     residual_length: int = 64,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Calibration:
-    """Measures the cost of 2, 3 and 4 bits for the keys and values of each full-attention layer, and chooses.
+    """Measures the cost of 2, 3 and 4 bits for the keys and values of each full-attention layer, and chooses
+    the bits of each.
 
         calibration = calibrate(model, tokenizer, bits=3)
         calibration.save("calibrated.json")

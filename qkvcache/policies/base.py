@@ -33,7 +33,7 @@ class Rotation(Protocol):
     """The model's rotary embedding (`attention/rope.py`)."""
 
     def rotate(self, keys: Tensor, by: int | Tensor) -> Tensor:
-        """`[B, H, T, D]` rotated forward by `by` positions, an int or `[B]` or `[B, T]`."""
+        """Returns `keys` `[B, H, T, D]` rotated forward by `by` positions, an int or `[B]` or `[B, T]`."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,10 @@ class Policy(ABC):  # noqa: B024  (for `register`)
     """The base of policies, with the options that every policy has.
 
     Args:
-        budget: tokens (int), share of the tokens seen (float below 1; never under 8 tokens), both, or with a part for
-            each head (`Budget`), or one of them for each full-attention layer (`pyramid`, `HeadProfile.budget`). With a
-            share, give `recent` in tokens: with `recent` as a share too, only as many stay exact as in the smallest
-            budget.
+        budget: tokens (int), or share of the tokens seen (float below 1; never under 8 tokens). A `Budget` has both, and
+            a part for each head; a sequence has a budget for each full-attention layer (`pyramid`,
+            `HeadProfile.budget`). Beside a share, give `recent` in tokens: if it is a share too, only as many tokens stay
+            exact as in the smallest budget.
         compression_ratio: kvpress' word for `budget=1 - compression_ratio`, the share of the tokens that is evicted.
         num_sink_tokens: first tokens that are never evicted.
         recent: newest tokens that are not evicted: tokens (int) or share of the budget (float).

@@ -16,19 +16,19 @@ from .budget import check_count
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(Policy):
-    """Keeps the tokens to which queries with the mean and covariance of the prompt's queries, moved to the next
-    `n_future_positions` positions, are expected to attend, times the norms of their values. It needs no attention
-    weights, and no question.
+    """Keeps the tokens to which later queries are expected to attend, weighted by the norms of their values. Later queries are taken to
+    have the mean and covariance of the prompt's queries, at the next `n_future_positions` positions. Needs no attention weights and no
+    question.
 
-    `(softmax over tokens of (k mu scaling + k S k scaling^2 / 2) + epsilon) |v|`, the mean over the query heads of a
-    group, where `mu` and `S` are the mean and covariance of the queries before RoPE, rotated by the mean rotation of
-    the next `n_future_positions` positions. Sinks are left out. The score here is that times the number of tokens of
-    the softmax, so that scores of different steps are comparable.
+    The score is `(softmax over tokens of (k mu scaling + k S k scaling^2 / 2) + epsilon) |v|`, the mean over the query heads of a group,
+    where `mu` and `S` are the mean and covariance of the queries before RoPE, rotated by the mean rotation of the next
+    `n_future_positions` positions. Sinks take no part in the softmax. Here the score is also multiplied by the number of tokens of the
+    softmax, so that scores of different steps are comparable.
 
-    A token is scored once, in its own step. Statistics are those of the last step with several tokens of its row: a prompt in chunks is
-    scored chunk by chunk. The token of a decode step is scored with their mean, and with the mean of the prompt's covariance terms in place
-    of its own: the covariances would take more memory than the tokens. Before the first step with several tokens of a row, its scores are
-    `(1 + epsilon) |v|`.
+    A token is scored once, in its own step, with the statistics of the last step in which its row had several tokens: a prompt in chunks is
+    scored chunk by chunk. The token of a decode step is scored with the mean `mu`, and with the mean of the prompt's covariance terms in
+    place of its own, since the covariances would take more memory than the tokens. Before the first step with several tokens of a row,
+    scores are `(1 + epsilon) |v|`.
 
     Args:
         n_future_positions: positions after the last token, over which rotations are averaged.

@@ -14,8 +14,8 @@ from .base import ALL, Policy, Tokens
 class H2O(Policy):
     """Half of the budget for the newest tokens, the rest for those with the most accumulated attention, of each layer, row and KV head.
 
-    The attention of all queries except padding is summed over the query heads of the group, in fp32, those of the prompt included. H2O
-    retains what the text so far attended to: it recalls few facts that are asked for only later (README).
+    The attention of all queries, those of the prompt included and padding left out, is summed in fp32 over the query heads of the group.
+    H2O retains the tokens that the text so far attended to: it recalls few facts that are asked for only later (README).
 
     Args:
         reduce: "mean" divides by the number of queries that could attend to the token, so that older tokens have no advantage; "sum" is the

@@ -19,23 +19,23 @@ UNREAD = 1e4
 
 @dataclass(frozen=True, kw_only=True)
 class KVzip(Policy):
-    """Keeps the tokens that a model needs to repeat the context: the score of a token is the attention that it receives while the model
-    reads the context a second time after being told to repeat it: its 3-norm over queries, of the query head of the group that gives it
+    """Keeps the tokens that a model needs to repeat the context. The model is told to repeat the context and reads it a second time. The
+    score of a token is the attention that it receives meanwhile: the 3-norm over queries, of the query head of the group that gives it
     most. The authors take the largest weight, which recalls as much at a tenth of the tokens and less at a quarter.
 
         cache = CompressedCache(model.config, policy=KVzip(budget=0.3))
         cache.compress(model, context_ids, tokenizer=tokenizer)
         model.generate(context_and_question_ids, past_key_values=cache)
 
-    It depends on no question, but the model must be able to repeat its context. The second reading makes `compress` cost 2.3
-    prefills, with the context uncompressed meanwhile. While a chunk is repeated, its tokens attend to the sinks, the chunk and the
-    repetition alone, so that a token costs the same in a context of any length; with the authors they attend to the whole context, which
-    recalls the same and takes longer. Tokens after the context have a higher score than all tokens of it: they evict the
+    The score depends on no question, but the model must be able to repeat its context. `compress` takes 2.3 times as long as a prefill, and
+    holds the context uncompressed until the second reading ends. The context is repeated in chunks, whose tokens attend to the sinks, the
+    chunk and its repetition alone, so that a token costs the same in a context of any length. With the authors they attend to the whole
+    context, which recalls the same and takes longer. Tokens after the context have a higher score than all tokens of it: they evict the
     context's lowest scores first, and then the oldest tokens after the context.
 
-    The tokens of all heads of the model are ranked together: a budget is the mean over these heads. What each head retains of the context
-    is its weight in what the budget leaves to later tokens. While the context fits in the budget, there are no weights, and the heads of
-    each layer share its budget.
+    The tokens of all heads of the model are ranked together: a budget is the mean over these heads. The budget for later tokens is divided
+    among the heads in proportion to the tokens of the context that each retains. While the context fits in the budget, the heads of each
+    layer share its budget.
 
     Args:
         kvzip_plus_normalization: whether a weight is multiplied by the norm of the token's value in the layer's output

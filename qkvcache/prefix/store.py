@@ -222,8 +222,9 @@ class PrefixStore:
 
         The cache belongs to the store: on exit each layer is stored and then emptied, so that only one layer is in
         memory twice. Generated tokens are cut off. If the cache cannot be cut, because it evicts or the model has
-        sliding or linear layers, the prompt up to its last token is computed and stored before the block runs, unless it evicts in steps of
-        `checkpoint_interval` tokens, with a checkpoint after each. After an exception nothing is stored.
+        sliding or linear layers, the prompt up to its last token is computed and stored before the block runs: at once
+        if the cache evicts, else in steps of `checkpoint_interval` tokens with a checkpoint after each. After an exception nothing is
+        stored.
 
         The block must run the model on `ids`, and then on any further tokens, with this cache: the store cannot check
         it. For beams, samples or choices, call `past.batch_repeat_interleave(n)` first. To store the answer too, call
