@@ -39,12 +39,13 @@ from qkvcache.kernels import (  # noqa: E402
     triton_quadratic_form,
     triton_quantize,
     triton_rotate,
+    triton_select_blocks,
     triton_step,
     triton_store_exact,
     triton_sum_attention,
 )
 from qkvcache.kernels.fused import EXACT_TILE, SUM_TOKENS, TILES, launched  # noqa: E402
-from qkvcache.kernels.pages import GATHER_TILE  # noqa: E402
+from qkvcache.kernels.pages import BLOCK, GATHER_TILE, WHOLE  # noqa: E402
 from qkvcache.kernels.triton_attend import attend_kernel  # noqa: E402
 from qkvcache.kernels.triton_attend_tiles import attend_tiles_kernel  # noqa: E402
 from qkvcache.kernels.triton_join import reduce_kernel, rotate_kernel  # noqa: E402
@@ -88,6 +89,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "mass": {"ATTENTION_SUMS": 4},
     "store": {"MASK": "row", "COUNTED": True},
     "items": {"ITEMS": True, "COUNTED": True, "BASE": 0},
+    "blocks": {"BLOCK": BLOCK, "T": BLOCK, "COUNTED": True},
 }
 
 
@@ -132,7 +134,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
         "mask": "*fp32" if variant == "float" else "*u8",
     }
     types |= dict.fromkeys(("part", "maxima", "sums", "tops"), "*fp32") | {"weights": "*bf16"}
-    types |= dict.fromkeys(("scaling", "softcap"), "fp32") | dict.fromkeys(("rows", "lengths", "items"), "*i32")
+    types |= dict.fromkeys(("scaling", "softcap"), "fp32") | dict.fromkeys(("rows", "lengths", "items", "blocks", "read"), "*i32")
     types |= {"exact_strides": ("i32",) * 12} | {"mean_strides": ("i32",) * 2}
     for side, how in (("k", key), ("v", value)):
         codes = f"*{dtype}" if how.kind == "half" else "*i16"
@@ -143,7 +145,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
         "K_ONCE": 0, "V_ONCE": 0, "k_strides": _strides_of(key, head_dim, dtype), "v_strides": _strides_of(value, head_dim, dtype),
         "SOFTCAP": False, "MASK": "none", "CAUSAL": False,
         "ARCH": TARGETS[target].arch if nvidia else 0, "EXACT": True, "TURN": rotation_block(head_dim) ** -0.5 if key.rotated else 1.0,
-        "ATTENTION_SUMS": 0, "COUNTED": False, "PAGE": PAGE, "BASE": ANCHOR, "ITEMS": False,
+        "ATTENTION_SUMS": 0, "COUNTED": False, "PAGE": PAGE, "BASE": ANCHOR, "ITEMS": False, "BLOCK": 0,
     }  # fmt: skip
     options: dict[str, object] = {"num_warps": launch.warps, "num_stages": launch.stages}
     if launch.registers and nvidia:
@@ -188,6 +190,22 @@ def attention_to_latents(format: str, target: str, rows: int = 128, variant: str
     name = " ".join(filter(None, [f"latents {format}", variant, f"{rows} rows"]))
     options: dict[str, object] = {"num_warps": launch.warps, "num_stages": 1}
     return Job(name, triton_attend_latents.attend_latents_kernel, types, constants, target, options, may_spill=True)
+
+
+def scoring(format: str, head_dim: int, target: str) -> Job:
+    job, kernel = attention(format, head_dim, target, "store"), triton_select_blocks.score_blocks_kernel
+    names = {param.name for param in kernel.params}
+    types = {name: kind for name, kind in job.types.items() if name in names} | {"scores": "*fp32"}
+    constants = {name: x for name, x in job.constants.items() if name in names}
+    constants |= {"R": 8 if constants["ARCH"] else 16, "T": BLOCK, "MASK": "none", "BLOCK": BLOCK, "WHOLE": WHOLE}
+    return Job(f"score blocks {format} {head_dim}", kernel, types, constants, target, {"num_warps": 1, "num_stages": 3})
+
+
+def choosing(blocks: int, target: str) -> Job:
+    types = {"scores": "*fp32", "table": "*i64", "entries": "*i64"} | dict.fromkeys(("lengths", "blocks", "read"), "*i32")
+    constants = {"N": blocks, "PAGE": PAGE, "COUNTED": True, "BITS": triton_select_blocks.THRESHOLD_BITS, "BLOCK": BLOCK, "WHOLE": WHOLE}
+    constants["ARCH"] = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
+    return Job(f"choose blocks {blocks}", triton_select_blocks.choose_blocks_kernel, types, constants, target, {"num_warps": 16})
 
 
 def queries_of_latents(target: str) -> Job:
@@ -399,9 +417,12 @@ def jobs(everything: bool) -> Iterator[Job]:
         for format in QUICK[-1:] if few else formats:
             yield attention(format, 128, target)
             yield attention(format, 128, target, "items")
+            yield attention(format, 128, target, "blocks")
+            yield scoring(format, 128, target)
             if format != "identity":
                 yield attention_in_tiles(format, 128, target, 128)
         yield queries_of_latents(target)
+        yield choosing(4096, target)
         for format in ("turboquant_4bit_nc",) if few else ("int8", "turboquant_4bit_nc"):
             yield storing(format, 512, 1, target, heads=1)
             yield storing(format, 512, 512, target, heads=1)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping
 
 from transformers import DynamicCache, PreTrainedConfig
 
 from ..formats import Format, FormatByLayer
 from ..formats.base import hint
+from ..kernels import AttentionBudget
+from ..kernels.pages import WHOLE
 from ..policies import Policy
 
 FORMER = {
@@ -18,6 +21,8 @@ FORMER = {
     "window": "window_length",
 }
 """Options by their names before 0.2."""
+LEAST_READ = 512
+"""The fewest tokens that attention reads under a budget that is a share."""
 OWN_ATTENTION = frozenset((
     "autoformer", "big_bird", "blip_text_model", "clvp_decoder", "coarse_acoustics", "codegen", "cpmant", "falcon", "fine_acoustics",
     "flaubert", "fsmt", "git", "gpt_neo", "gpt_neox_japanese", "gptj", "imagegpt", "informer", "led", "megatron-bert", "mvp", "prophetnet",
@@ -31,6 +36,22 @@ def layer_indices(skip_layers: Iterable[int]) -> tuple[int, ...]:
     if not isinstance(skip_layers, Iterable):
         raise TypeError(f"skip_layers={skip_layers!r}: expected a tuple of layer indices, such as (0,) or (0, -1)")
     return tuple(skip_layers)
+
+
+def budget_of(attention_budget: int | float | None) -> AttentionBudget | None:
+    """The tokens that attention reads. Raises TypeError for another type, ValueError for less than a token, and for a share that is not
+    between 0 and 1."""
+    if attention_budget is None:
+        return None
+    if isinstance(attention_budget, bool) or not isinstance(attention_budget, int | float):
+        raise TypeError(f"attention_budget={attention_budget!r}: expected a number of tokens, such as 4096, or a share, such as 0.125")
+    if isinstance(attention_budget, float):
+        if not 0 < attention_budget < 1:
+            raise ValueError(f"attention_budget={attention_budget}: a share is between 0 and 1; pass a whole number for tokens")
+        return AttentionBudget(LEAST_READ, math.ceil(attention_budget * WHOLE))
+    if attention_budget < 1:
+        raise ValueError(f"attention_budget={attention_budget}: expected 1 token or more")
+    return AttentionBudget(attention_budget)
 
 
 def refuse_unknown(cache: DynamicCache, options: Mapping[str, object], format: Format | FormatByLayer, policy: Policy | None) -> None:

@@ -35,7 +35,7 @@ from ..layers.indexed import IndexedLayer
 from ..layers.static_sliding import StaticSlidingLayer
 from ..policies import Budget, KVzip, Policy, check_count
 from ..storage import check_room
-from .arguments import layer_indices, refuse_unknown, why_not_evict
+from .arguments import budget_of, layer_indices, refuse_unknown, why_not_evict
 from .biased import BiasedKeys
 from .compress import fill, read_twice
 from .memory import Memory, measured
@@ -86,6 +86,10 @@ class CompressedCache(DynamicCache):
         compile: whether `generate` compiles the steps of a growing cache, which takes half a minute once: pages are
             added between steps, and the number of mask columns is a power of two. With `max_length` steps are always
             compiled. Needs formats with kernels, and attention other than eager.
+        attention_budget: tokens that each query and KV head reads of those that are quantized, beside the exact ones: a number of tokens,
+            or a share of them between 0 and 1; None: all. Every token is kept: each step chooses the blocks of 32 tokens with the largest
+            weights, by the keys' codes (`docs/guides/long-contexts.md`). Until there are more tokens than the budget, attention reads
+            everything, as it always does for more than 16 new tokens at once, and on a GPU where choosing takes longer than reading.
         offloading: keeps all layers except the running one in host memory, as DynamicCache does.
 
     Raises:
@@ -109,6 +113,7 @@ class CompressedCache(DynamicCache):
         skip_layers: Iterable[int] = (),
         max_length: int | None = None,
         compile: bool = False,
+        attention_budget: int | float | None = None,
         offloading: bool = False,
         **unknown: Never,
     ):
@@ -136,6 +141,9 @@ class CompressedCache(DynamicCache):
         self._latents = absorb(config) if known else None  # type: ignore[arg-type]
         self._exact: frozenset[int] = frozenset()
         """Full-attention layers that are uncompressed layers of this library."""
+        self._attention_budget = budget_of(attention_budget)
+        if self._attention_budget is not None:
+            self._check_budget(attention_budget)
         if self.policy is not None:
             self._prepare_eviction(self.policy, config, offloading)
         if config is None:
@@ -242,6 +250,15 @@ class CompressedCache(DynamicCache):
         policy: KVzip = self.policy  # type: ignore[assignment]
         fill(self.layers, policy, model, mask, *read_twice(model, policy, ids, mask, tokenizer, progress))
 
+    def _check_budget(self, attention_budget: int | float | None) -> None:
+        """Raises ValueError for an attention budget with a policy, NotImplementedError for one on latents."""
+        if self.policy is not None:
+            raise ValueError(f"attention_budget={attention_budget} with policy={self.policy.name}, which evicts tokens: leave one out")
+        if self._latents is not None:
+            raise NotImplementedError(
+                f"attention_budget={attention_budget} on {self._config.model_type}: its latents are read whole; leave it out"  # type: ignore[union-attr]
+            )
+
     def _prepare_eviction(self, policy: Policy, config: PreTrainedConfig | None, offloading: bool) -> None:
         if offloading:
             raise NotImplementedError(
@@ -290,7 +307,7 @@ class CompressedCache(DynamicCache):
             (format,) = self.format.for_layers(1)
         if self.policy is None:
             options = self._layer_options | {"latents": self._latents, "max_length": self.max_length, "compile": self.compile}
-            return kind(format, **options, **states)
+            return kind(format, **options, attention_budget=self._attention_budget, **states)
         budgets = self.policy.budgets
         budget = budgets[number % len(budgets)]
         return self._new_evicting(format, self.policy, budget, **self._layer_options, rope=self._rope, **states)

@@ -33,6 +33,7 @@ class FormatOptions(Options, total=False):
 
     policy: str | Policy | None
     num_sink_tokens: int
+    attention_budget: int | float | None
 
 
 def makes(name: Literal["format", "policy"]) -> Callable[[Init], Init]:

@@ -31,7 +31,7 @@ from .dispatch import (
 )
 from .evict import StaticTensors, gather_columns
 from .matmul import matmul_fp32
-from .pages import PagedInputs, Pages, Splits, gather_tiles
+from .pages import AttentionBudget, PagedInputs, Pages, Splits, gather_tiles
 from .prefill import prefill_with_lse
 from .segments import (
     AttentionInputs,

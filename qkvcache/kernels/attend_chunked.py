@@ -128,7 +128,7 @@ class ChunkedKV:
     @staticmethod
     def of(attention_inputs: AttentionInputs) -> ChunkedKV:
         key, value, paged = attention_inputs.key, attention_inputs.value, attention_inputs.paged
-        if paged is not None:
+        if paged is not None and paged.pages.by_page:
             end = key.shape[2] - paged.sinks[0].shape[2] - paged.ring[0].shape[2]
             if attention_inputs.joined is None:
                 return ChunkedKV.of_pages(paged.pages, 0, end, paged.sinks, paged.ring)

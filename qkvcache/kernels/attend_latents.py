@@ -105,10 +105,10 @@ def _attend_all(query: Tensor, latents: KeysOrValues, rope: KeysOrValues, mask: 
 
 def attend_latent_pages(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, *, scaling: float, causal: bool = False) -> Tensor:
     """`attend_latents` over sinks, pages and a ring. Arguments as of `pages.attend_pages`."""
-    (latents, exists), (rope, _) = paged_side(inputs, 0), paged_side(inputs, 1)
+    (latents, places), (rope, _) = paged_side(inputs, 0), paged_side(inputs, 1)
     latent_query, rope_query = _split(query, latents, scaling)
     logits = qk(rope_query, rope).view(*query.shape[:3], -1)
-    return _attend(latent_query, latents, mask_slots(logits, inputs.columns(exists), mask, causal)).to(query.dtype)
+    return _attend(latent_query, latents, mask_slots(logits, inputs.columns(places), mask, causal)).to(query.dtype)
 
 
 def _split(query: Tensor, latents: KeysOrValues, scaling: float) -> tuple[Tensor, Tensor]:

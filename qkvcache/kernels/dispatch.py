@@ -12,6 +12,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar, Unpack
 
@@ -25,11 +26,13 @@ from . import lag_spread as spreading
 from . import matmul
 from . import pages as paged
 from . import rotate as rotating
+from . import select_blocks as selecting
 from . import sum_attention as reference
 from .attend import Options, attend_observed
 from .evict import StaticTensors
 from .pages import PagedInputs, PageOptions, Pages, Splits
-from .segments import AttentionInputs, Exact, KeysOrValues, Pair, layout_of
+from .segments import AttentionInputs, Exact, KeysOrValues, Packed, Pair, layout_of
+from .select_blocks import selects
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -138,8 +141,13 @@ def observe_on_codes(
         compiling = torch.compiler.is_compiling()
         kernel = not compiling and fuses(query, inputs)
         if kernel or compiling or attention_inputs.by_head:
-            attend = _module("fused").attend_pages if kernel else attend_pages
+            attend = functools.partial(_attend_pages, kernel) if kernel else attend_pages
             out, _, attention_sums = attend(query, inputs, mask, observed=observed, **options)
+            return out, attention_sums
+        if observed is None and selects(query, inputs):
+            keys = [x for x in attention_inputs.key.segments if isinstance(x, Packed)]
+            chosen = replace(inputs, selection=selecting.select_blocks(query, inputs, mask, keys, **options))
+            out, _, attention_sums = paged.attend_pages(query, chosen, mask, **options)
             return out, attention_sums
     return attend_observed(query, attention_inputs, mask, observed=observed, **options)
 
@@ -151,8 +159,17 @@ def attend_pages(
     if torch.compiler.is_compiling():
         given = [options.get(name) for name in paged.OPTIONS]
         return torch.ops.qkvcache.attend(query, *inputs.arguments, inputs.max_length, mask, *given)
-    attend = _module("fused") if fuses(query, inputs) else paged
-    return attend.attend_pages(query, inputs, mask, **options)
+    return _attend_pages(fuses(query, inputs), query, inputs, mask, **options)
+
+
+def _attend_pages(
+    by_kernel: bool, query: Tensor, inputs: PagedInputs, mask: Tensor | None, **options: Unpack[PageOptions]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attend_pages` in eager code, over the blocks that are chosen, if the inputs have a budget."""
+    if options.get("observed") is None and selects(query, inputs):
+        kernels = _module("triton_select_blocks") if by_kernel else selecting
+        inputs = replace(inputs, selection=kernels.select_blocks(query, inputs, mask, **options))
+    return (_module("fused") if by_kernel else paged).attend_pages(query, inputs, mask, **options)
 
 
 def _fuses_latents(query: Tensor, inputs: PagedInputs, mask: Tensor | None, causal: bool) -> bool:

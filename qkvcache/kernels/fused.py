@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from ..formats.base import PackedLayout
-from .pages import LEAST_SPLIT, MOST_SPLITS, PagedInputs, PageOptions, Splits
+from .pages import BLOCK, LEAST_SPLIT, MOST_SPLITS, PagedInputs, PageOptions, Splits
 from .segments import layout_of, planes_of
 from .tables import Tables, tables
 from .triton_attend import attend_kernel
@@ -69,7 +69,7 @@ def tiled(query: Tensor, inputs: PagedInputs, mask: Tensor | None, options: Page
     It serves causal attention under no mask but one that hides columns, of quantized keys and values of 64 or 128 channels in fp16 or bf16,
     on Hopper: on other GPUs nobody measured it."""
     rows = query.shape[1] // inputs.ring[0].shape[1] * query.shape[2]
-    if not inputs.max_length or inputs.pages.per_head or inputs.splits is not None or rows < FEWEST_TILE_ROWS:
+    if not inputs.max_length or inputs.pages.per_head or inputs.splits or inputs.selection or rows < FEWEST_TILE_ROWS:
         return None
     if not (architecture(query.device)[0] // 10 == 9 or query.device.type == "cpu"):
         return None
@@ -193,6 +193,7 @@ class LaunchPlan:
         mask: the kind of mask: "none", "row", "bool" or "float".
         exact: whether there are exact tokens, or slots for them.
         items: whether `Splits` divide the rows among programs.
+        selected: whether a `Selection` says what is read.
     """
 
     def __init__(
@@ -207,6 +208,7 @@ class LaunchPlan:
         sinks: bool,
         observed: bool,
         items: bool,
+        selected: bool,
         launch: Launch | None,
     ) -> None:
         use, device = args.use, args.empty.device
@@ -217,7 +219,7 @@ class LaunchPlan:
         rows, nvidia = self.groups * self.queries, bool(arch) or device.type == "cpu"
         # Weights that are stored need the registers that more rows would.
         launch = launch or launched(use.key, use.value, max(dim, self.value_dim), rows, nvidia and not observed)
-        self.tile, self.rows, self.exact = launch.tile, launch.rows if nvidia else 16, exact
+        self.tile, self.rows, self.exact = min(launch.tile, BLOCK) if selected else launch.tile, launch.rows if nvidia else 16, exact
         self.blocks, self.programs = -(-rows // self.rows), processors * launch.programs
         self.panels = (1 if items else self.batch) * self.heads * self.blocks  # each is read by as many programs as there are splits
         # Columns of the scratch of accumulated attention: at least the two that a thread holds.
@@ -231,7 +233,7 @@ class LaunchPlan:
         self.attend: dict[str, Any] = {
             **shared, "T": self.tile, "SOFTCAP": softcap, "MASK": mask, "CAUSAL": causal and self.queries > 1, "ARCH": arch,
             "EXACT": exact, "TURN": use.factor if use.whole is None else 1.0, "ATTENTION_SUMS": self.width, "ITEMS": items,
-            "num_warps": launch.warps, "num_stages": launch.stages, **args.constants,
+            "BLOCK": BLOCK if selected else 0, "num_warps": launch.warps, "num_stages": launch.stages, **args.constants,
         }  # fmt: skip
         if launch.registers and arch:
             self.attend["maxnreg"] = launch.registers
@@ -281,7 +283,7 @@ class Call:
         self.scalars = {"scaling": shape[3] ** -0.5 if scaling is None else scaling, "softcap": softcap or 1.0}
         key = (
             shape, inputs.ring[0].shape[1], kind, sinks + ring > 0, options.get("causal", False), softcap is not None,
-            self.sinks is not None, self.observed is not None, items is not None, launch,
+            self.sinks is not None, self.observed is not None, items is not None, inputs.selection is not None, launch,
         )  # fmt: skip
         if key not in args.plans:
             args.plans[key] = LaunchPlan(args, *key)
@@ -309,7 +311,7 @@ class Call:
 
     def _shared(self) -> dict[str, Any]:
         """The arguments that both attention kernels have."""
-        (n_quantized, n_sinks, n_residual), (query_b, query_h, query_q, _) = self.zones, self.query.stride()
+        (_, n_sinks, n_residual), (query_b, query_h, query_q, _) = self.zones, self.query.stride()
         part, maxima, sums = self.outputs
         k_planes, v_planes = self.args.planes
         exact_strides = tuple(n for x in self.exact for n in x.stride()[:3])
@@ -319,7 +321,7 @@ class Call:
             "query_b": query_b, "query_h": query_h, "query_q": query_q, "table_b": self.strides[0], "rows_b": self.rows_stride,
             "lengths_b": self.strides[2], "exact_strides": exact_strides,
             "mean_strides": self.args.means[0],
-            "mask_b": self.mask_strides[0], "mask_t": self.mask_strides[3], "n_sinks": n_sinks, "n_quantized": n_quantized,
+            "mask_b": self.mask_strides[0], "mask_t": self.mask_strides[3], "n_sinks": n_sinks, "n_quantized": self.inputs.max_length,
             "n_residual": n_residual, "heads": self.plan.heads, "queries": self.plan.queries, **self.scalars,
         }  # fmt: skip
 
@@ -337,11 +339,16 @@ class Call:
                 least = -(-max(tokens * plan.heads * plan.blocks // plan.programs, LEAST_SPLIT) // plan.tile) * plan.tile
                 splits = min(-(-n_quantized // least), MOST_SPLITS)
             self.allocate(max(splits, 1 - plan.exact) + plan.exact)
+        selection, shared = self.inputs.selection, self._shared()
+        blocks, read, table_h = args.empty, args.empty, self.strides[1]
+        if selection is not None:
+            blocks, read, (table_b, table_h, _) = selection.blocks, selection.lengths, selection.entries.stride()
+            shared |= {"table": selection.entries, "table_b": table_b}
         with torch.cuda.device_of(self.query):
             attend_kernel[(self.splits, plan.blocks, plan.panels // plan.blocks)](
-                **self._shared(), region_query=self.region_query, rotation=args.use.rotation, signs=args.use.signs, items=items,
-                weights=self.weights, tops=self.tops, table_h=self.strides[1], lengths_h=self.strides[3], mask_h=self.mask_strides[1],
-                mask_q=self.mask_strides[2], least=least, **plan.attend,
+                **shared, region_query=self.region_query, rotation=args.use.rotation, signs=args.use.signs, items=items, blocks=blocks,
+                read=read, room=blocks.shape[-1], weights=self.weights, tops=self.tops, table_h=table_h, lengths_h=self.strides[3],
+                mask_h=self.mask_strides[1], mask_q=self.mask_strides[2], least=least, **plan.attend,
             )  # fmt: skip
 
     def attend_in_tiles(self) -> None:
@@ -399,7 +406,7 @@ def attend_pages(
             f"causal with {query.shape[2]} queries: their own tokens must be among the exact recent ones, of which there are "
             f"{inputs.slots[2]}"
         )
-    one = query.shape[2] == 1 and options.get("observed") is None
+    one = query.shape[2] == 1 and options.get("observed") is None and inputs.selection is None
     launch = launch or tiled(query, inputs, mask, options)
     call = Call(query, mask, inputs, options, launch, inputs.splits if one else None)
     if launch is not None and launch.many:

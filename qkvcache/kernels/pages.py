@@ -208,6 +208,46 @@ class Splits:
         return Splits(torch.stack([row, begin, torch.minimum(begin + each, lengths[row])], dim=1), firsts)
 
 
+BLOCK = 32
+"""Tokens of a block, the unit in which attention with a budget chooses tokens: it divides a page."""
+WHOLE = 2**16
+"""The share that is everything."""
+
+
+@dataclass(frozen=True)
+class AttentionBudget:
+    """The quantized tokens that a query and KV head read: at least `tokens`, and at least `share` of those stored, in parts of `WHOLE`; in
+    whole blocks."""
+
+    tokens: int
+    share: int = 0
+
+    def blocks(self, stored: int) -> int:
+        """The blocks that are read of `stored` blocks."""
+        return min(max(-(-self.tokens // BLOCK), -(-self.share * stored // WHOLE)), stored)
+
+
+@dataclass(eq=False)
+class Selection:
+    """The blocks of quantized tokens that attention reads (`select_blocks.py`).
+
+    blocks   int32 `[B, H, N]`: their indices in the row's pages, ascending, in the first entries
+    entries  `[B, H, N]`: the entries of their pages, in the table's dtype
+    lengths  int32 `[B, H]`: tokens in these blocks; the last block of a row may have fewer than `BLOCK`
+    """
+
+    blocks: Tensor
+    entries: Tensor
+    lengths: Tensor
+
+    def places(self) -> Tensor:
+        """The index of each token in its row's pages, int64 `[B, H, N * BLOCK]`, -1 beyond `lengths`."""
+        offset = torch.arange(BLOCK, device=self.blocks.device)
+        places = (self.blocks[..., None].long() * BLOCK + offset).flatten(2)
+        inside = torch.arange(places.shape[2], device=places.device) < self.lengths[..., None]
+        return places.masked_fill(~inside, -1)
+
+
 @dataclass(eq=False)
 class PagedInputs:
     """The inputs of attention over pages. A row has, in this order, sinks, quantized tokens and the tokens of a ring.
@@ -228,6 +268,8 @@ class PagedInputs:
     splits      of the rows, in place of `tokens`, for kernels that attend with one query of each row without accumulating attention
     control     int32 `[3]`, for `step`: TICKET, programs of the launch that have finished; DROPPED, tokens that came when there was no
                 room; ROOM, the most tokens of a row. None: no step stores tokens
+    budget      of quantized tokens that attention of few queries reads, if rows read their pages from the first token on; None: all
+    selection   the blocks that it reads, in which case pages have room for `max_length` tokens, and attention for those of the selection
     """
 
     pages: Pages
@@ -238,6 +280,8 @@ class PagedInputs:
     tokens: int | None = None
     splits: Splits | None = None
     control: Tensor | None = None
+    budget: AttentionBudget | None = None
+    selection: Selection | None = None
     launches: dict[Any, Any] = field(default_factory=dict)
     """Arguments that kernels reuse from step to step: planes and statistics do not move or change. Inputs over the same storage may share
     them; rows, tables, lengths, sinks and rings may differ."""
@@ -246,10 +290,12 @@ class PagedInputs:
     def arguments(self) -> tuple[list[Tensor], list[Tensor | None], list[Tensor], list[int]]:
         """Arguments of torch operators, with `max_length`: the table, the first slab's planes and statistics; `rows`,
         `lengths`, what `splits` has, and `control`; sinks and ring; indices of the codecs, the first entry, the page size,
-        whether kernels read the pages, whether slabs are added, `step`, `tokens` (-1: None)."""
-        pages = self.pages
+        whether kernels read the pages, whether slabs are added, `step`, `tokens` (-1: None), and the budget (-1: None): tokens and
+        share."""
+        pages, budget = self.pages, self.budget
         tokens = -1 if self.tokens is None else self.tokens
-        sizes = [*pages.numbers, pages.page_size, int(pages.by_page), int(pages.grows), pages.step, tokens]
+        read = (-1, 0) if budget is None else (budget.tokens, budget.share)
+        sizes = [*pages.numbers, pages.page_size, int(pages.by_page), int(pages.grows), pages.step, tokens, *read]
         splits = (None, None) if self.splits is None else (self.splits.items, self.splits.firsts)
         lengths = None if pages.lengths is None or (self.rows is not None and not pages.per_head) else pages.lengths
         return [pages.table, *pages.tensors], [self.rows, lengths, *splits, self.control], [*self.sinks, *self.ring], sizes
@@ -273,7 +319,8 @@ class PagedInputs:
         pages = Pages(key, value, slabs, [first], size, once, pool[0], lengths, by_page, grows, partial=grows, step=sizes[6])
         splits = None if items is None or firsts is None else Splits(items, firsts)
         tokens = None if sizes[7] < 0 else sizes[7]
-        return PagedInputs(pages, (exact[0], exact[1]), (exact[2], exact[3]), rows, max_length, tokens, splits, control)
+        budget = None if sizes[8] < 0 else AttentionBudget(sizes[8], sizes[9])
+        return PagedInputs(pages, (exact[0], exact[1]), (exact[2], exact[3]), rows, max_length, tokens, splits, control, budget)
 
     def bounded(self, max_length: int) -> PagedInputs:
         """The same inputs with another `max_length`; `dataclasses.replace` takes five times as long, at every step."""
@@ -284,24 +331,40 @@ class PagedInputs:
 
     @property
     def slots(self) -> tuple[int, int, int]:
-        """Slots of sinks, pages and ring."""
-        return self.sinks[0].shape[2], self.max_length, self.ring[0].shape[2]
+        """Slots of sinks, of the quantized tokens that are read, and of the ring."""
+        read = self.max_length if self.selection is None else self.selection.blocks.shape[2] * BLOCK
+        return self.sinks[0].shape[2], read, self.ring[0].shape[2]
 
-    def columns(self, exists: Tensor) -> Tensor:
-        """The index of each slot's token in its row, int64 `[B, 1 or H, S + max_length + R]`, -1 for a slot without a token. `exists`:
-        bool `[B, 1 or H, max_length]`, as `Pages.gather` returns it."""
-        heads = exists.shape[:2]
-        if self.rows is None:
-            return torch.arange(sum(self.slots), device=exists.device).expand(*heads, -1)
+    def gather(self, side: int) -> tuple[Codes, Tensor]:
+        """Codes of the keys (`side` 0) or values (1) that are read, `[B, H', T, width]`, with the statistics, and the index of each in its
+        row's pages, int64 `[B, 1 or H, T]`, -1 where there is no token."""
+        if self.selection is None:
+            codes, exists = self.pages.gather(side, self.max_length)
+            return codes, torch.where(exists, torch.arange(self.max_length, device=exists.device), -1)
+        places, size = self.selection.places(), self.pages.page_size
+        entries = self.selection.entries.long().repeat_interleave(BLOCK, 2)
+        slots = torch.where(places < 0, self.pages.firsts[0] * size, entries * size + places % size)
+        codes = self.pages.take(side, slots)
+        return {name: torch.where(places[..., None] < 0, 0, x) for name, x in codes.items()} | self.pages.statistics[side], places
+
+    def columns(self, places: Tensor) -> Tensor:
+        """The index of each slot's token in its row, int64 `[B, 1 or H, S + T + R]`, -1 for a slot without a token. `places`: those of
+        `gather`."""
+        heads, (sink_slots, _, ring_slots) = places.shape[:2], self.slots
+        first, ring = (torch.arange(n, device=places.device) for n in (sink_slots, ring_slots))
+        if self.rows is None:  # each slot has a token, except those beyond a selection
+            region = torch.where(places < 0, -1, places + sink_slots)
+            if self.selection is None:
+                region = torch.arange(sink_slots, sink_slots + self.max_length, device=places.device).expand(*heads, -1)
+            return torch.cat([first.expand(*heads, -1), region, (ring + sink_slots + self.max_length).expand(*heads, -1)], dim=-1)
         begin, _, _, sinks, start, count = self.rows[:, None, : RING_TOKENS + 1, None].long().unbind(2)
-        first, region, ring = (torch.arange(n, device=self.rows.device) for n in self.slots)
-        exists = exists & (region >= begin)
-        quantized = exists.sum(-1, keepdim=True)
+        lengths: Tensor = self.pages.lengths  # type: ignore[assignment]
+        quantized = (lengths.view(len(self.rows), -1, 1).clamp_max(self.max_length) - begin).clamp_min(0)
         age = (ring - start) % max(len(ring), 1)
         return torch.cat(
             [
                 torch.where(first < sinks, first, -1).expand(*heads, -1),
-                torch.where(exists, region - begin + sinks, -1),
+                torch.where(places >= begin, places - begin + sinks, -1),
                 torch.where(age < count, sinks + quantized + age, -1).expand(*heads, -1),
             ],
             dim=-1,
@@ -343,12 +406,12 @@ def attend_pages(
     the log -inf.
     """
     batch, query_heads, queries, _ = query.shape
-    key, exists = paged_side(inputs, 0)
+    key, places = paged_side(inputs, 0)
     value, _ = paged_side(inputs, 1)
     heads, slots = key.shape[1:3]
     groups = query_heads // heads
     logits = scores(query, AttentionInputs(key, value), None, scaling, softcap=softcap)
-    logits = mask_slots(logits, inputs.columns(exists), mask, causal)
+    logits = mask_slots(logits, inputs.columns(places), mask, causal)
     lse = torch.logsumexp(logits, -1)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.float()[:, None])
@@ -378,17 +441,17 @@ def mask_slots(logits: Tensor, columns: Tensor, mask: Tensor | None, causal: boo
 
 
 def paged_side(inputs: PagedInputs, side: int) -> tuple[KeysOrValues, Tensor]:
-    """Keys (0) or values (1) in all slots, zeros where there is no token, and which tokens of the pages exist."""
+    """Keys (0) or values (1) in all slots, zeros where there is no token, and `places` as of `PagedInputs.gather`."""
     pages, first, ring = inputs.pages, inputs.sinks[side], inputs.ring[side]
-    codes, exists = pages.gather(side, inputs.max_length)
+    codes, places = inputs.gather(side)
     if inputs.rows is not None:
         rows = inputs.rows.long()
         first, ring = first[rows[:, SINK_ROW]], ring[rows[:, RING_ROW]]
-        column = inputs.columns(exists)[:, :1, :, None]
+        column = inputs.columns(places)[:, :1, :, None]
         first = first.masked_fill(column[:, :, : first.shape[2]] < 0, 0)
         ring = ring.masked_fill(column[:, :, column.shape[2] - ring.shape[2] :] < 0, 0)
-    segments = Exact(first), Packed(pages.codecs[side], codes, inputs.max_length, ring.shape[3]), Exact(ring)
-    return KeysOrValues.of(segments, (*ring.shape[:2], sum(inputs.slots), ring.shape[3]), ring.dtype, ring.device), exists
+    segments = Exact(first), Packed(pages.codecs[side], codes, inputs.slots[1], ring.shape[3]), Exact(ring)
+    return KeysOrValues.of(segments, (*ring.shape[:2], sum(inputs.slots), ring.shape[3]), ring.dtype, ring.device), places
 
 
 def quantize_into(pages: Pages, x: Pair, slots: Tensor | int) -> None:
@@ -484,8 +547,8 @@ def unfold(inputs: PagedInputs, columns: int, new: Pair | None) -> Pair:
     which are not stored yet. Columns without a token are zero. All rows have as many tokens."""
     out = []
     for side in (0, 1):
-        held, exists = paged_side(inputs, side)
-        parts, at = [held.dense()], inputs.columns(exists)[0, 0]
+        held, places = paged_side(inputs, side)
+        parts, at = [held.dense()], inputs.columns(places)[0, 0]
         if new is not None:
             after = at.amax() + 1
             parts.append(new[side])

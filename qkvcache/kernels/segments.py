@@ -43,6 +43,10 @@ class Packed:
     tokens: int
     head_dim: int
 
+    def coarse(self) -> Packed:
+        """The same tokens by the upper halves of their codes, where these are kept apart."""
+        return Packed(self.codec.coarse, self.codes, self.tokens, self.head_dim)
+
     def levels(self) -> QuantizedValues:
         """Quantized values with at most one scale and offset for each token: finer ones are multiplied out."""
         levels, scale, offset, center = self.codec.unpack(self.codes, self.head_dim)

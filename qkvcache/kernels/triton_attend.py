@@ -144,35 +144,19 @@ def _hides(mask, begin, end, mask_stride):
 
 
 @triton.jit
-def _region_tile(
-    K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, TAIL: tl.constexpr,
-    SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, ATTENTION_SUMS: tl.constexpr,
-    state, queries, k_planes, k_scales, v_planes, v_scales, valid, visible, hides, column, weights, tops, place, count,
+def key_scores(
+    K: tl.constexpr, D: tl.constexpr, K_ONCE: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr,
+    queries, k_planes, k_scales, valid, visible, hides, column,
 ):  # fmt: skip
-    """Adds one tile of T quantized tokens to `state`: running maximum fp32 [R], normaliser fp32 [T, R], constant part of
-    the output fp32 [T or 16, R], and a tuple of the planes of the output, fp32 [VT, R] each. Returns the new state.
-
-    queries  as `_query_planes` returns them
-    k_planes   as of `_tile`, from the tile's first token on; k_scales as of `triton_scales.py`; K_ONCE: one scale
-               serves all tokens; v_planes, v_scales, V_ONCE: the same of values
-    valid    bool [T], read with TAIL; column: int [T], columns in the mask
-    visible  as of `_exact_tiles`; hides: as of `_masked`
-    weights  scratch of the program's rows (`keep`), `count` tokens from slot `place` on
-    """
+    """The scores, fp32 [T, R] to base 2, of one tile of T quantized keys under the caller's mask. Arguments are those of `_region_tile`."""
     q, q_scale, q_sum, q_center = queries
     mask, mask_rows, mask_stride, _, softcap = visible
     KW: tl.constexpr = D // K.per
-    VW: tl.constexpr = DV // V.per
-    KT: tl.constexpr = _words_of_tile(K, D)
-    VT: tl.constexpr = _words_of_tile(V, DV)
-    m, l, z, acc = state
-    slot = tl.arange(0, l.shape[0])
+    KT: tl.constexpr = words_of_tile(K, D)
     KN: tl.constexpr = (KW + KT - 1) // KT
-    VN: tl.constexpr = (VW + VT - 1) // VT
     KP: tl.constexpr = K.per
-    VP: tl.constexpr = V.per
-
-    s = tl.zeros(l.shape, tl.float32)
+    slot = tl.arange(0, valid.shape[0])
+    s = tl.zeros([valid.shape[0], q_scale.shape[0]], tl.float32)
     if K.group == 0 and K.scale != "hidden" and offset_of(K) != 0:
         s -= (offset_of(K) * q_sum)[None, :]
     if K.group > 0:
@@ -199,6 +183,33 @@ def _region_tile(
         s = s + q_center[None, :]
     s = _capped(s, softcap, SOFTCAP, ARCH)
     s = _masked(s, mask, mask_rows, mask_stride, column, hides, MASK)
+    return s
+
+
+@triton.jit
+def _region_tile(
+    K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, TAIL: tl.constexpr,
+    SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, ATTENTION_SUMS: tl.constexpr,
+    state, queries, k_planes, k_scales, v_planes, v_scales, valid, visible, hides, column, weights, tops, place, count,
+):  # fmt: skip
+    """Adds one tile of T quantized tokens to `state`: running maximum fp32 [R], normaliser fp32 [T, R], constant part of
+    the output fp32 [T or 16, R], and a tuple of the planes of the output, fp32 [VT, R] each. Returns the new state.
+
+    queries  as `query_planes` returns them
+    k_planes   as of `_tile`, from the tile's first token on; k_scales as of `triton_scales.py`; K_ONCE: one scale
+               serves all tokens; v_planes, v_scales, V_ONCE: the same of values
+    valid    bool [T], read with TAIL; column: int [T], columns in the mask
+    visible  as of `_exact_tiles`; hides: as of `_masked`
+    weights  scratch of the program's rows (`keep`), `count` tokens from slot `place` on
+    """
+    VW: tl.constexpr = DV // V.per
+    VT: tl.constexpr = words_of_tile(V, DV)
+    m, l, z, acc = state
+    slot = tl.arange(0, l.shape[0])
+    VN: tl.constexpr = (VW + VT - 1) // VT
+    VP: tl.constexpr = V.per
+
+    s = key_scores(K, D, K_ONCE, SOFTCAP, MASK, ARCH, queries, k_planes, k_scales, valid, visible, hides, column)
 
     PER_TOKEN: tl.constexpr = (V.group == 0) & (V.scale != "none")
     if PER_TOKEN:
@@ -324,7 +335,7 @@ def _butterflies(tiles, N: tl.constexpr, BIT: tl.constexpr):
 
 
 @triton.jit
-def _query_planes(
+def query_planes(
     K: tl.constexpr, KW: tl.constexpr, KT: tl.constexpr, D: tl.constexpr, G: tl.constexpr, TURN: tl.constexpr, ARCH: tl.constexpr,
     SOFTCAP: tl.constexpr, region_query, q_rows, live, rotation, signs, center, scaling,
 ):  # fmt: skip
@@ -394,7 +405,7 @@ def _query_planes(
 
 
 @triton.constexpr_function
-def _words_of_tile(layout, head_dim):
+def words_of_tile(layout, head_dim):
     """Words of a token in one tile: all of them, padded to a power of two, or 16 where scales are by group."""
     return 16 if layout.group > 0 else max(triton.next_power_of_2(head_dim // layout.per), 16)
 
@@ -477,21 +488,34 @@ def entry_of(table, token, live, PAGE: tl.constexpr, BASE: tl.constexpr):
     return tl.load(table + token // PAGE, mask=live, other=BASE).to(tl.int64) - BASE
 
 
+@triton.jit
+def place_of(table, blocks, at, live, PAGE: tl.constexpr, BASE: tl.constexpr, BLOCK: tl.constexpr):
+    """The entry of the page of the tile that begins with the token `at` among those that are read, as of `entry_of`, and the tile's first
+    token among those that are stored."""
+    if BLOCK:
+        token = tl.load(blocks + at // BLOCK, mask=live, other=0) * BLOCK + at % BLOCK
+        return entry_of(table, at, live, BLOCK, BASE), tl.multiple_of(token, 16)
+    else:
+        return entry_of(table, at, live, PAGE, BASE), at
+
+
 # What changes from step to step, or call to call, must not compile the kernel anew.
 @triton.jit(
     do_not_specialize=[
-        "scaling", "softcap", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "table_b", "table_h", "rows_b",
+        "scaling", "softcap", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "room", "table_b", "table_h", "rows_b",
         "lengths_b", "lengths_h", "mask_b", "mask_h", "mask_q", "mask_t",
     ]
 )  # fmt: skip
 def attend_kernel(
-    query, region_query, rotation, signs, table, rows, lengths, items, k_planes, v_planes, exact, mask, part, maxima, sums, weights, tops,
+    query, region_query, rotation, signs, table, rows, lengths, items, blocks, read, k_planes, v_planes, exact, mask, part, maxima, sums,
+    weights, tops,
     query_b, query_h, query_q, table_b, table_h, rows_b, lengths_b, lengths_h, exact_strides, mean_strides, mask_b, mask_h, mask_q, mask_t,
-    scaling, softcap, n_sinks, n_quantized, n_residual, least, heads, queries,
+    scaling, softcap, n_sinks, n_quantized, n_residual, least, heads, queries, room,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
     TX: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr, COUNTED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
     k_strides: tl.constexpr, v_strides: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr, ATTENTION_SUMS: tl.constexpr, ITEMS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Attention of `queries` queries over sinks, quantized tokens in pages, and a residual (`pages.PagedInputs`), split over programs.
 
@@ -507,6 +531,8 @@ def attend_kernel(
     rows           int32 [B, 8], `pages.COLUMNS`: rows_b; read if COUNTED
     lengths        int32 [B] or [B, H], tokens in the pages: lengths_b, lengths_h (0: all heads share); read if COUNTED
     items          int32 [N, 3], `pages.Splits.items`; read if ITEMS
+    blocks         int32 [B * H, room], `pages.Selection.blocks`, in which case `table` has `Selection.entries`; read if BLOCK, their tokens
+    read           int32 [B * H], `Selection.lengths`; read if BLOCK
     k_planes       of the first page: codes [entries, H', PAGE, words], words of 16 bits (`half`: the model's dtype), high bits int16
                    [entries, H', PAGE, words / 2], scales [entries, H', PAGE, scales of a token], or [B, H'] if K_ONCE; the last two
                    dimensions contiguous; mean fp32 [B, H, D]; shifts int16 [32, words] of high bits. What a codec has not is not read
@@ -551,8 +577,12 @@ def attend_kernel(
         row_sinks = tl.load(rows + 3)
         in_ring = tl.load(rows + 5)
         length = tl.load(lengths + b * lengths_b + h * lengths_h)
+    stored = length
+    if BLOCK:
+        length = tl.load(read + bh)
+        blocks += bh * room
     shift = row_sinks - first_token  # from places among the quantized tokens to columns
-    total = tl.maximum(length, first_token) + shift + in_ring
+    total = tl.maximum(stored, first_token) + shift + in_ring
     newest = total - queries + number
     if MASK == "row":
         mask += b * mask_b
@@ -608,14 +638,16 @@ def attend_kernel(
         e = tl.arange(0, DVP)
         tl.store(out + tl.arange(0, R)[None, :] * DV + e[:, None], x_out, mask=(e < DV)[:, None] & live[None, :])
     elif low < high:
-        KT: tl.constexpr = _words_of_tile(K, D)
-        VT: tl.constexpr = _words_of_tile(V, DV)
+        KT: tl.constexpr = words_of_tile(K, D)
+        VT: tl.constexpr = words_of_tile(V, DV)
         k_mean, k_shifts, v_shifts = k_planes[3], k_planes[4], v_planes[4]
         if K.centered:
             k_mean += b * mean_strides[0] + h * mean_strides[1]
-        q = _query_planes(K, KW, KT, D, G, TURN, ARCH, SOFTCAP, region_query, q_rows, live, rotation, signs, k_mean, scaling)
+        q = query_planes(K, KW, KT, D, G, TURN, ARCH, SOFTCAP, region_query, q_rows, live, rotation, signs, k_mean, scaling)
         state = _empty_state(m, V, VW, VT, T)
-        hides = _hides(mask, shift + tl.maximum(low, first_token), shift + high, mask_t) if MASK == "row" else False
+        hides = BLOCK > 0
+        if MASK == "row" and not BLOCK:
+            hides = _hides(mask, shift + tl.maximum(low, first_token), shift + high, mask_t)
         t = tl.arange(0, T)
         table += b * table_b + h * table_h
         k_head = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), k_strides, b, h)
@@ -623,27 +655,30 @@ def attend_kernel(
         whole_low = tl.multiple_of(tl.cdiv(tl.maximum(low, first_token), T) * T, T)
         whole_high = tl.multiple_of(high // T * T, T)
         # The page of a tile is looked up one tile ahead: what loads codes must not wait for another load of its own tile.
-        page = entry_of(table, whole_low, whole_low < whole_high, PAGE, BASE)
-        for token in range(whole_low, whole_high, T):
+        page, following = place_of(table, blocks, whole_low, whole_low < whole_high, PAGE, BASE, BLOCK)
+        for at in range(whole_low, whole_high, T):
+            token = at
+            if BLOCK:
+                token = following
             k_codes, k_high, k_scales = page_of(K, D, K_ONCE, k_head, k_strides, page, token % PAGE)
             v_codes, v_high, v_scales = page_of(V, DV, V_ONCE, v_head, v_strides, page, token % PAGE)
-            page = entry_of(table, token + T, token + T < whole_high, PAGE, BASE)
-            same = tl.multiple_of(token % 32, 32)  # 0: else shifts would leave the loop, and be moved between threads in each iteration
+            page, following = place_of(table, blocks, at + T, at + T < whole_high, PAGE, BASE, BLOCK)
+            same = tl.multiple_of(at % 32, 32)  # 0: else shifts would leave the loop, and be moved between threads in each iteration
             state = _region_tile(
                 K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, q, (k_codes, k_high, k_shifts + same),
-                k_scales, (v_codes, v_high, v_shifts + same), v_scales, t >= 0, visible, hides, shift + token + t, weights, tops, token, T,
+                k_scales, (v_codes, v_high, v_shifts + same), v_scales, t >= 0, visible, hides, shift + token + t, weights, tops, at, T,
             )  # fmt: skip
         for edge in tl.range(0, 2, num_stages=1):  # the tile before them, of which the first tokens do not count, and the one behind
-            token = tl.where(edge == 0, whole_low - T, whole_high)
+            at = tl.where(edge == 0, whole_low - T, whole_high)
             if (edge == 0 and whole_low > low) or (edge == 1 and whole_high < high and whole_high >= whole_low):
-                page = entry_of(table, token, True, PAGE, BASE)
+                page, token = place_of(table, blocks, at, True, PAGE, BASE, BLOCK)
                 k_codes, k_high, k_scales = page_of(K, D, K_ONCE, k_head, k_strides, page, token % PAGE)
                 v_codes, v_high, v_scales = page_of(V, DV, V_ONCE, v_head, v_strides, page, token % PAGE)
-                place = token + t
+                place = at + t
                 state = _region_tile(
                     K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, q, (k_codes, k_high, k_shifts), k_scales,
                     (v_codes, v_high, v_shifts), v_scales, (place >= first_token) & (place < high), visible, hides,
-                    shift + tl.minimum(tl.maximum(place, first_token), high - 1), weights, tops, token, tl.minimum(high - token, T),
+                    shift + token - at + tl.minimum(tl.maximum(place, first_token), high - 1), weights, tops, at, tl.minimum(high - at, T),
                 )  # fmt: skip
         m, l = _store_region(out, state, live, V, DV, VW, VT)
     entry = (bh * tl.num_programs(1) + block) * splits * R + split * R + tl.arange(0, R)

@@ -20,7 +20,7 @@ from ..attention.uncompiled import uncompiled
 from ..formats import Identity
 from ..formats.base import Codec, Format
 from ..formats.int8 import SymmetricInt8
-from ..kernels import AttentionInputs, Pair, dense, prepare, step, unfold
+from ..kernels import AttentionBudget, AttentionInputs, Pair, dense, prepare, step, unfold
 from ..storage import Storage, attention_inputs_of, check_room, differ
 
 KeysAndValues = tuple[Tensor | CompressedKV, Tensor | CompressedKV]
@@ -69,6 +69,7 @@ class CompressedLayer(CacheLayerMixin):
             next call outside of it raises ValueError.
         latents: channels of keys and values that are latents and the rotated part of keys (MLA). That part is INT8 in every format but an
             exact one: it adds 13 % to the error of INT8 latents, which FP8 would double (`eval/bench_latents.py`).
+        attention_budget: of quantized tokens that attention of up to 16 queries reads (`kernels/select_blocks.py`); None: all.
     """
 
     is_sliding = False
@@ -84,12 +85,13 @@ class CompressedLayer(CacheLayerMixin):
         max_length: int | None = None,
         compile: bool = False,
         latents: tuple[int, int] | None = None,
+        attention_budget: AttentionBudget | None = None,
     ):
         if max_length is not None:  # the residual must have room for a token
             num_sink_tokens = min(num_sink_tokens, max_length - 1)
             residual_length = min(residual_length, max_length - 1 - num_sink_tokens)
         self.format, self.num_sink_tokens, self.residual_length, self.max_length = format, num_sink_tokens, residual_length, max_length
-        self.latents = latents
+        self.latents, self.attention_budget = latents, attention_budget
         self.is_compileable = self.supports_early_init = compile or max_length is not None
         self.storage = None
         self.pending: Pair | None = None
@@ -158,7 +160,8 @@ class CompressedLayer(CacheLayerMixin):
     def make_storage(self, like: Pair) -> Storage:
         """Empty storage for keys and values of the shape, dtype and device of `like`, `[B, H, T, D]` each."""
         codecs = self.codecs((like[0].shape[3], like[1].shape[3]))
-        return Storage(codecs, like, self.num_sink_tokens, self.residual_length, self.max_length, self.is_compileable)
+        zones = self.num_sink_tokens, self.residual_length
+        return Storage(codecs, like, *zones, self.max_length, self.is_compileable, self.attention_budget)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> KeysAndValues:  # type: ignore[override]
         """Stores keys and values `[B, H, T, D]`; returns the keys and values of all tokens seen, for attention.
@@ -255,7 +258,8 @@ class CompressedLayer(CacheLayerMixin):
         if key_states.shape[2] > 1 or isinstance(result[0], Tensor):
             return result
         sinks, residual = self.storage.zones()  # type: ignore[union-attr]
-        return self._compressed(attention_inputs_of(sinks, self.storage.tokens, residual))  # type: ignore[union-attr]
+        inputs = attention_inputs_of(sinks, self.storage.tokens, residual, budget=self.attention_budget)  # type: ignore[union-attr]
+        return self._compressed(inputs)
 
     def _update_compiled(self, key_states: Tensor, value_states: Tensor) -> KeysAndValues:
         """`update` in compiled code, which reads no count from the host."""

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats.base import Codec
-from ..kernels import AttentionInputs, Exact, KeysOrValues, PagedInputs, Pair, Segment, launch_of_step, store_exact
+from ..kernels import AttentionBudget, AttentionInputs, Exact, KeysOrValues, PagedInputs, Pair, Segment, launch_of_step, store_exact
 from ..kernels.pages import COLUMNS, CONTROL, DROPPED, LENGTH, RING_ROW, ROOM, SINK_ROW, SINKS, TOKENS
 from .base import LayerStorage
 from .head_pages import HeadPages
@@ -38,6 +38,7 @@ class Storage(LayerStorage):
     Args:
         max_length: the most tokens; room for all is allocated at once. None: storage grows by pages.
         static: tensors keep their addresses, which compiled code needs; pages can still be added.
+        budget: of quantized tokens that attention reads; None: all.
     """
 
     tokens: RowPages
@@ -50,8 +51,9 @@ class Storage(LayerStorage):
         residual_length: int,
         max_length: int | None = None,
         static: bool = False,
+        budget: AttentionBudget | None = None,
     ):
-        self.max_length, self.num_sink_tokens = max_length, num_sink_tokens
+        self.max_length, self.num_sink_tokens, self.budget = max_length, num_sink_tokens, budget
         self.static = static or max_length is not None
         self.columns = PAGE if max_length is None else max_length
         """Columns of a mask: the most tokens before the host makes room again."""
@@ -88,7 +90,7 @@ class Storage(LayerStorage):
         bound = self.columns if self.max_length is None else self.tokens.capacity
         pages = replace(self.bound, lengths=self.rows[:, LENGTH])
         zones = self.sinks, self.residual, self.rows
-        self.inputs = PagedInputs(pages, *zones, bound, control=self.control, launches=self.tokens.launches)
+        self.inputs = PagedInputs(pages, *zones, bound, control=self.control, budget=self.budget, launches=self.tokens.launches)
         """The inputs of attention for a step of one token; `max_length` is a bound on what the device counts."""
         self.__dict__.pop("launch", None)
         room = self.max_length or self.sinks[0].shape[2] + self.residual[0].shape[2] + self.tokens.capacity
@@ -229,7 +231,7 @@ class Storage(LayerStorage):
     def attention_inputs(self) -> AttentionInputs:
         """The inputs of attention over all tokens, by reference: valid until the next token is added."""
         key, value = self._side(0), self._side(1)
-        if not self.bound.by_page:
+        if not self.bound.by_page and self.budget is None:
             return AttentionInputs(key, value)
         return AttentionInputs(key, value, self.inputs.bounded(self.tokens.length))
 
@@ -246,7 +248,7 @@ class Storage(LayerStorage):
         split = sinks, exact[0].shape[2] - sinks
         (k_sinks, k_residual), (v_sinks, v_residual) = (x.split_with_sizes(split, dim=2) for x in exact)
         first, residual = (k_sinks, v_sinks), (k_residual, v_residual)
-        return attention_inputs_of(first, self.tokens, residual, exact)
+        return attention_inputs_of(first, self.tokens, residual, exact, self.budget)
 
     def _side(self, side: int) -> KeysOrValues:
         sinks = min(self.seq_length, self.num_sink_tokens)
@@ -401,11 +403,15 @@ def _side_of(
     return KeysOrValues(build, (batch, heads, sinks + tokens.length + count, dim), like.dtype, like.device)
 
 
-def attention_inputs_of(sinks: Pair, tokens: RowPages, residual: Pair, joined: Pair | None = None) -> AttentionInputs:
+def attention_inputs_of(
+    sinks: Pair, tokens: RowPages, residual: Pair, joined: Pair | None = None, budget: AttentionBudget | None = None
+) -> AttentionInputs:
     """The inputs of attention over `sinks`, the tokens now in `tokens`, and `residual`, in this order. `joined`: sinks
-    and residual in one tensor for keys and one for values, if the caller has them."""
+    and residual in one tensor for keys and one for values, if the caller has them. `budget`: of the tokens that are read."""
     key, value = sides_of(sinks, tokens, residual)
-    paged = PagedInputs(tokens.pages, sinks, residual, None, tokens.length, launches=tokens.launches) if tokens.pages.by_page else None
+    paged = None
+    if tokens.pages.by_page or budget is not None:
+        paged = PagedInputs(tokens.pages, sinks, residual, None, tokens.length, budget=budget, launches=tokens.launches)
     return AttentionInputs(key, value, paged, joined)
 
 

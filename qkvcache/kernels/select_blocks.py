@@ -1,0 +1,116 @@
+"""The choice of the blocks of quantized tokens that attention with a budget reads: those with the largest softmax weights.
+
+Few tokens have most of the weight of a query, and other tokens in each step, so that no token is dropped. The weight of a block is that of
+its tokens among all quantized tokens, summed over the queries and the query heads of a group. It is computed from the keys' codes, from
+their upper halves where they are kept apart (`Codec.coarse`): these choose as well as exact keys. Quest (arXiv 2406.10774) chooses by the
+extent of a block's keys, which costs as many bytes and chooses worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .attend import MASKED_BELOW, MASKED_SCORE
+from .pages import BLOCK, SINKS, WHOLE, PagedInputs, Selection
+from .segments import Packed, scores_of_levels
+
+MOST_QUERIES = 16
+"""The most queries that share a choice; more read all tokens."""
+LEAST_SKIPPED = 2**20
+"""The fewest vectors, tokens times KV heads of all rows, that must be left out so that a GPU gains by it."""
+
+
+def selects(query: Tensor, inputs: PagedInputs) -> bool:
+    """Whether attention of `query` `[B, Hq, Q, D]` reads chosen blocks: there are more tokens than the budget, and choosing pays."""
+    if inputs.budget is None or query.shape[2] > MOST_QUERIES:
+        return False
+    skipped = inputs.max_length - inputs.budget.blocks(-(-inputs.max_length // BLOCK)) * BLOCK
+    return skipped > 0 and (query.device.type != "cuda" or skipped * query.shape[0] * inputs.ring[0].shape[1] >= LEAST_SKIPPED)
+
+
+def select_blocks(
+    query: Tensor,
+    inputs: PagedInputs,
+    mask: Tensor | None = None,
+    keys: Iterable[Packed] | None = None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> Selection:
+    """The blocks that queries `[B, Hq, Q, D]` read under `inputs.budget`: one choice for all of them in each KV head.
+
+    Args:
+        mask: as of `attend_pages`. Tokens that it hides have no weight.
+        keys: the first `inputs.max_length` quantized keys of all rows, in order, if the caller has them; else they are gathered.
+        others: options of attention that do not change the choice.
+    """
+    weights, lengths = block_weights(query, inputs, mask, keys, scaling, softcap), _lengths(inputs)
+    return choose_blocks(weights, inputs, lengths)
+
+
+def block_weights(
+    query: Tensor, inputs: PagedInputs, mask: Tensor | None, keys: Iterable[Packed] | None, scaling: float | None, softcap: float | None
+) -> Tensor:
+    """The weights of blocks, fp32 `[B, H, N]`, which add up to the number of query rows that see a quantized token."""
+    batch, query_heads, queries, dim = query.shape
+    heads, tokens = inputs.ring[0].shape[1], inputs.max_length
+    if keys is None:
+        keys = [Packed(inputs.pages.key, inputs.gather(0)[0], tokens, dim)]
+    rotated = inputs.pages.key.rotate(query.float().mul(dim**-0.5 if scaling is None else scaling).reshape(batch, heads, -1, dim))
+    parts = [scores_of_levels(rotated, part.coarse().levels()) for part in keys]
+    logits = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.view(batch, query_heads, queries, tokens)
+    if mask is not None:
+        logits = _masked(logits, inputs, mask)
+    if (lengths := _lengths(inputs)) is not None:
+        logits = logits.masked_fill(torch.arange(tokens, device=query.device) >= lengths[:, None, None, None], MASKED_SCORE)
+    top = logits.amax(-1, keepdim=True)
+    weights = (logits - top).exp_().masked_fill_(top <= MASKED_BELOW, 0)
+    by_block = F.pad(weights, (0, -tokens % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(-1)
+    by_block /= by_block.sum(-1, keepdim=True).clamp_min(1e-30)
+    return by_block.view(batch, heads, -1, by_block.shape[-1]).sum(2)
+
+
+def _lengths(inputs: PagedInputs) -> Tensor | None:
+    """Quantized tokens of each row `[B]`; None: all rows have `max_length`."""
+    return None if inputs.rows is None else inputs.pages.lengths
+
+
+def _masked(logits: Tensor, inputs: PagedInputs, mask: Tensor) -> Tensor:
+    """`logits` `[B, Hq, Q, T]` of quantized tokens under the caller's mask, whose columns begin with the sinks."""
+    batch, _, _, tokens = logits.shape
+    mask = mask[(None,) * (4 - mask.dim())]
+    column = torch.arange(tokens, device=mask.device).expand(batch, 1, 1, -1)
+    column = column + (inputs.sinks[0].shape[2] if inputs.rows is None else inputs.rows[:, SINKS].long()[:, None, None, None])
+    mask = mask.expand(batch, *mask.shape[1:]).take_along_dim(column.clamp_max(mask.shape[3] - 1), 3)
+    if mask.dtype == torch.bool:
+        return logits.masked_fill(~mask, MASKED_SCORE)
+    return (logits + mask).clamp_min(MASKED_SCORE)
+
+
+def choose_blocks(weights: Tensor, inputs: PagedInputs, lengths: Tensor | None) -> Selection:
+    """The blocks of the largest `weights` `[B, H, N]`, of rows with `lengths` tokens `[B]` (None: `max_length`); of equal ones,
+    the first."""
+    pages, budget, tokens = inputs.pages, inputs.budget, inputs.max_length
+    batch, heads, blocks = weights.shape
+    room = budget.blocks(blocks)  # type: ignore[union-attr]
+    lengths = torch.full((batch,), tokens, device=weights.device) if lengths is None else lengths.clamp_max(tokens).long()
+    stored = (lengths + BLOCK - 1) // BLOCK
+    read = ((budget.share * stored + WHOLE - 1) // WHOLE).clamp_min(-(-budget.tokens // BLOCK)).minimum(stored)  # type: ignore[union-attr]
+    exists = torch.arange(blocks, device=weights.device) < stored[:, None, None]
+    order = weights.masked_fill(~exists, -1).argsort(dim=-1, descending=True, stable=True)[..., :room]
+    chosen = torch.where(torch.arange(room, device=weights.device) < read[:, None, None], order, blocks).sort(-1).values
+    last = (stored - 1)[:, None, None]
+    missing = ((chosen == last) & (last >= 0)).sum(-1) * (stored * BLOCK - lengths)[:, None]
+    block = chosen.clamp_max(max(blocks - 1, 0))
+    column = (block * BLOCK) // pages.page_size
+    entries = pages.table[:, None].expand(-1, heads, -1).gather(2, column)
+    return Selection(block.int(), entries, ((read * BLOCK)[:, None] - missing).int())

@@ -1,0 +1,197 @@
+"""`select_blocks` in two launches: the weights of blocks from the codes of keys, and the blocks with the largest ones.
+
+Neither waits for the host, nor does work if all tokens fit in the budget, so that a captured step serves any number of tokens."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats.base import PackedLayout
+from .fused import Call, architecture
+from .pages import BLOCK, WHOLE, PagedInputs, PageOptions, Selection
+from .triton_attend import entry_of, head_of, key_scores, page_of, query_planes, words_of_tile
+from .triton_math import MASKED_SCORE, exp2, log2
+
+PROGRAMS = 12
+"""Programs of a multiprocessor that score blocks: each is one warp."""
+LEAST_SPLIT = 256
+"""Fewest tokens of a program."""
+THRESHOLD_BITS = 20
+"""Leading bits of weights that are compared; of those that are equal in them, the first are read."""
+MASKED_BELOW = tl.constexpr(-1e29)
+
+
+@triton.jit
+def _read_of(stored, tokens, share, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
+    """`AttentionBudget.blocks` of `stored` blocks."""
+    of_share = ((stored.to(tl.int64) * share + WHOLE - 1) // WHOLE).to(tl.int32)
+    return tl.minimum(tl.maximum(tl.cdiv(tokens, BLOCK), of_share), stored)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "scaling", "softcap", "n_sinks", "n_quantized", "tokens", "share", "heads", "queries", "room", "table_b", "rows_b", "lengths_b",
+        "mask_b", "mask_h", "mask_q", "mask_t",
+    ]
+)  # fmt: skip
+def score_blocks_kernel(
+    region_query, rotation, signs, table, rows, lengths, k_planes, mask, scores,
+    query_b, query_h, query_q, table_b, rows_b, lengths_b, mean_strides, mask_b, mask_h, mask_q, mask_t,
+    scaling, softcap, n_sinks, n_quantized, tokens, share, heads, queries, room,
+    K: tl.constexpr, D: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr,
+    COUNTED: tl.constexpr, K_ONCE: tl.constexpr, k_strides: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
+    ARCH: tl.constexpr, TURN: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The log of the summed weights of each block, without the normaliser, to base 2. Grid (splits, blocks of R query rows, B * H).
+
+    scores         fp32 [B * H, room, G * queries]; not written beyond a row's tokens, and for rows that read all blocks
+    tokens, share  `pages.AttentionBudget`                       room       blocks of `n_quantized` tokens
+    other arguments   as of `triton_attend.attend_kernel`, of keys
+    """
+    split = tl.program_id(0)
+    block = tl.program_id(1)
+    bh = tl.program_id(2)
+    b = (bh // heads).to(tl.int64)
+    h = bh % heads
+    length, row_sinks = n_quantized, n_sinks
+    if COUNTED:
+        rows += b * rows_b
+        row_sinks = tl.load(rows + 3)
+        length = tl.load(lengths + b * lengths_b)
+    stored = tl.cdiv(length, BLOCK)
+    each = tl.cdiv(tl.cdiv(length, tl.num_programs(0)), T) * T
+    low = tl.multiple_of(split * each, T)
+    high = tl.minimum(low + each, length)
+    if (_read_of(stored, tokens, share, WHOLE, BLOCK) < stored) & (low < high):
+        KW: tl.constexpr = D // K.per
+        KT: tl.constexpr = words_of_tile(K, D)
+        r = block * R + tl.arange(0, R)
+        live = r < G * queries
+        row = tl.minimum(r, G * queries - 1)
+        head = h * G + row // queries
+        number = row % queries
+        q_rows = b * query_b + head * query_h + number * query_q
+        mean, shifts = k_planes[3], k_planes[4]
+        if K.centered:
+            mean += b * mean_strides[0] + h * mean_strides[1]
+        q = query_planes(K, KW, KT, D, G, TURN, ARCH, SOFTCAP, region_query, q_rows, live, rotation, signs, mean, scaling)
+        if MASK == "row":
+            mask += b * mask_b
+        visible = mask, b * mask_b + head * mask_h + number * mask_q, mask_t, 0, softcap
+        t = tl.arange(0, T)
+        i = tl.arange(0, T // BLOCK)
+        table += b * table_b
+        planes = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), k_strides, b, h)
+        scores += bh.to(tl.int64) * room * (G * queries)
+        page = entry_of(table, low, True, PAGE, BASE)
+        for token in range(low, high, T):
+            codes, bits, scales = page_of(K, D, K_ONCE, planes, k_strides, page, token % PAGE)
+            page = entry_of(table, token + T, token + T < high, PAGE, BASE)
+            same = tl.multiple_of(token % 32, 32)  # as in `attend_kernel`
+            place = token + t
+            valid = place < high
+            column = row_sinks + tl.minimum(place, high - 1)
+            s = key_scores(K, D, K_ONCE, SOFTCAP, MASK, ARCH, q, (codes, bits, shifts + same), scales, valid, visible, True, column)
+            s = tl.where(valid[:, None], s, MASKED_SCORE)
+            s = tl.reshape(s, [T // BLOCK, BLOCK, R])
+            top = tl.max(s, 1)
+            sums = top + log2(tl.sum(exp2(s - tl.expand_dims(top, 1), ARCH), 1), ARCH)
+            at = token // BLOCK + i
+            tl.store(scores + at[:, None] * (G * queries) + r[None, :], sums, mask=(at < stored)[:, None] & live[None, :])
+
+
+@triton.jit(do_not_specialize=["n_quantized", "tokens", "share", "heads", "queries", "room", "chosen_room", "table_b", "lengths_b"])
+def choose_blocks_kernel(
+    scores, table, lengths, blocks, entries, read, table_b, lengths_b, n_quantized, tokens, share, heads, queries, room, chosen_room,
+    N: tl.constexpr, PAGE: tl.constexpr, COUNTED: tl.constexpr, ARCH: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The blocks of the largest weights, one program for a row and KV head. Grid (B * H).
+
+    scores         of `score_blocks_kernel`; `queries`: rows of queries, G * Q; N: a power of two, at least the blocks of a row
+    blocks, entries, read   `pages.Selection`, `chosen_room` blocks
+    """
+    bh = tl.program_id(0)
+    b = (bh // heads).to(tl.int64)
+    length = n_quantized
+    if COUNTED:
+        length = tl.load(lengths + b * lengths_b)
+    stored = tl.cdiv(length, BLOCK)
+    count = _read_of(stored, tokens, share, WHOLE, BLOCK)
+    i = tl.arange(0, N)
+    exists = i < stored
+    chosen = exists
+    if count < stored:
+        weights = tl.zeros([N], tl.float32)
+        scores += bh.to(tl.int64) * room * queries
+        for r in range(queries):
+            x = tl.load(scores + i * queries + r, mask=exists, other=MASKED_SCORE)
+            top = tl.max(x, 0)
+            x = tl.where(exists, exp2(x - top, ARCH), 0.0)
+            total = tl.sum(x, 0)
+            weights += tl.where(top > MASKED_BELOW, x / total, 0.0)
+        key = tl.where(exists, weights.to(tl.int32, bitcast=True) >> (31 - BITS), -1)  # weights are not negative
+        threshold = 0
+        for bit in range(BITS):
+            higher = threshold + (1 << (BITS - 1 - bit))
+            threshold = tl.where(tl.sum((key >= higher).to(tl.int32), 0) >= count, higher, threshold)
+        above = key > threshold
+        equal = key == threshold
+        missing = count - tl.sum(above.to(tl.int32), 0)
+        chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= missing))
+    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    blocks += bh * chosen_room
+    entries += bh * chosen_room
+    tl.store(blocks + place, i, mask=chosen)
+    tl.store(entries + place, tl.load(table + b * table_b + i * BLOCK // PAGE, mask=chosen, other=0), mask=chosen)
+    partial = tl.sum((chosen & (i == stored - 1)).to(tl.int32), 0)
+    tl.store(read + bh, count * BLOCK - partial * (stored * BLOCK - length))
+
+
+def coarse_layout(layout: PackedLayout) -> PackedLayout:
+    """The layout of the upper halves of codes, where they are kept apart, else `layout`."""
+    return getattr(layout, "upper", None) or layout
+
+
+def select_blocks(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, **options: Unpack[PageOptions]) -> Selection:
+    """Run `select_blocks.select_blocks` on the device."""
+    call = Call(query, mask, inputs, options, None, None)
+    plan, args, pages, budget = call.plan, call.args, inputs.pages, inputs.budget
+    room, rows = -(-inputs.max_length // BLOCK), plan.groups * plan.queries
+    tokens, share = budget.tokens, budget.share  # type: ignore[union-attr]
+    chosen = budget.blocks(room)  # type: ignore[union-attr]
+    arch, processors = architecture(query.device)
+    panels, small = plan.batch * plan.heads, 8 if rows <= 8 and (arch or query.device.type == "cpu") else 16
+    row_blocks = -(-rows // small)
+    splits = min(max(processors * PROGRAMS // (panels * row_blocks), 1), -(-inputs.max_length // LEAST_SPLIT))
+    scores = torch.empty(panels * room * rows, dtype=torch.float32, device=query.device)
+    selection = Selection(
+        torch.empty(plan.batch, plan.heads, chosen, dtype=torch.int32, device=query.device),
+        torch.empty(plan.batch, plan.heads, chosen, dtype=pages.table.dtype, device=query.device),
+        torch.empty(plan.batch, plan.heads, dtype=torch.int32, device=query.device),
+    )
+    counted, (table_b, _, lengths_b, _) = args.constants["COUNTED"], call.strides
+    shared = {"tokens": tokens, "share": share, "heads": plan.heads, "room": room, "BLOCK": BLOCK, "WHOLE": WHOLE, "ARCH": arch}
+    shared |= {"table": pages.table, "lengths": call.lengths, "table_b": table_b, "lengths_b": lengths_b, "n_quantized": inputs.max_length}
+    with torch.cuda.device_of(query):
+        score_blocks_kernel[(splits, row_blocks, panels)](
+            region_query=call.region_query, rotation=args.use.rotation, signs=args.use.signs, rows=call.rows,
+            k_planes=args.planes[0], mask=call.mask, scores=scores,
+            **dict(zip(("query_b", "query_h", "query_q"), call.query.stride()[:3], strict=True)), rows_b=call.rows_stride,
+            mean_strides=args.means[0], **dict(zip(("mask_b", "mask_h", "mask_q", "mask_t"), call.mask_strides, strict=True)),
+            **call.scalars, n_sinks=call.zones[1], queries=plan.queries, K=coarse_layout(args.use.key), D=query.shape[3], G=plan.groups,
+            R=small, T=BLOCK, PAGE=pages.page_size, BASE=args.constants["BASE"], COUNTED=counted, K_ONCE=args.constants["K_ONCE"],
+            k_strides=args.constants["k_strides"], SOFTCAP=plan.attend["SOFTCAP"], MASK=plan.attend["MASK"], TURN=plan.attend["TURN"],
+            num_warps=1, num_stages=3, **shared,
+        )  # fmt: skip
+        choose_blocks_kernel[(panels,)](
+            scores=scores, blocks=selection.blocks, entries=selection.entries, read=selection.lengths, queries=rows,
+            chosen_room=chosen, N=max(triton.next_power_of_2(room), 32), PAGE=pages.page_size, COUNTED=counted, BITS=THRESHOLD_BITS,
+            num_warps=min(max(triton.next_power_of_2(room) // 256, 4), 32), **shared,
+        )  # fmt: skip
+    return selection

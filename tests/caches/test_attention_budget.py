@@ -1,0 +1,131 @@
+"""Caches with an attention budget, against attention over dense tensors of which a mask hides what is not read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.masking_utils import sdpa_mask
+
+from qkvcache import CompressedCache, TurboQuantCache, policies
+from qkvcache.kernels.pages import BLOCK
+from qkvcache.kernels.select_blocks import MOST_QUERIES
+from tests.matrix import model
+from tests.reference import ZONES, assert_close, prompt, run
+
+ZONE = ZONES["zones"]
+EXACT = ZONE["num_sink_tokens"], ZONE["residual_length"] + 1
+BUDGET = 2 * BLOCK
+
+
+def read_few(module, query, key, value, attention_mask, scaling, **options):
+    """Attention of few queries to the exact tokens and to the `BUDGET` quantized tokens in the blocks of the largest weights."""
+    queries, tokens, sinks = query.shape[2], key.shape[2], EXACT[0]
+    group = query.shape[1] // key.shape[1]
+    stored = max(tokens - (queries if queries > 1 else 0) - sum(EXACT), 0)
+    scores = query @ key.repeat_interleave(group, 1).mT * scaling
+    if attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask, -1e30)
+    elif queries > 1:
+        scores = scores.masked_fill(torch.ones(queries, tokens).triu(tokens - queries + 1).bool(), -1e30)
+    if queries <= MOST_QUERIES and stored > BUDGET:
+        region = F.pad(scores[..., sinks : sinks + stored], (0, -stored % BLOCK), value=-torch.inf)
+        hidden = region.amax(-1) < -1e29
+        weights = region.softmax(-1).masked_fill(hidden[..., None], 0).unflatten(-1, (-1, BLOCK)).sum(-1)
+        weights = weights.unflatten(1, (-1, group)).sum((2, 3))
+        chosen = torch.zeros_like(weights, dtype=torch.bool).scatter(-1, weights.topk(BUDGET // BLOCK).indices, True)
+        left_out = ~chosen.repeat_interleave(BLOCK, -1)[..., :stored].repeat_interleave(group, 1)[:, :, None]
+        scores[..., sinks : sinks + stored].masked_fill_(left_out, -1e30)
+    return (scores.softmax(-1) @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("read_few", read_few)
+AttentionMaskInterface.register("read_few", sdpa_mask)
+MODES = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "several": {"do_sample": True, "num_return_sequences": 2},
+    "chunked_prefill": {"prefill_chunk_size": 12},
+}
+
+
+@pytest.mark.parametrize(("mode", "options"), [*((mode, {}) for mode in MODES), ("beams", {"max_length": 300})])
+def test_generate_reads_the_chosen_blocks(mode, options):
+    network, reference = model("llama"), model("llama", "read_few")
+    inputs, how = prompt(rows=2, length=150), MODES[mode] | {"suppress_tokens": [0]}  # whose query is 0, so that blocks weigh the same
+    expected = run(reference, DynamicCache(config=reference.config), inputs, **how)
+    cache = CompressedCache(network.config, format="identity", attention_budget=BUDGET, **ZONE, **options)
+    assert torch.equal(run(network, cache, inputs, **how), expected)
+    everything = run(network, CompressedCache(network.config, format="identity", **ZONE, **options), inputs, **how)
+    assert not torch.equal(everything, expected)
+
+
+def test_a_budget_changes_nothing_until_it_is_exceeded():
+    """Bit for bit, whether it is a number of tokens or a share."""
+    network, ids = model("llama"), torch.randint(3, 60, (2, 120))
+    whole = TurboQuantCache(network.config, **ZONE)
+    large, share, small = (TurboQuantCache(network.config, attention_budget=budget, **ZONE) for budget in (128, 0.5, BUDGET))
+    with torch.no_grad():
+        for begin, end in ((0, 116), (116, 119), (119, 120)):
+            expected, *logits = (network(ids[:, begin:end], past_key_values=cache).logits for cache in (whole, large, share, small))
+            assert torch.equal(logits[0], expected) and torch.equal(logits[1], expected)
+    assert not torch.equal(logits[2], expected)
+
+
+@pytest.mark.parametrize("length", [None, 256], ids=["growing", "preallocated"])
+def test_compiled_steps(length):
+    network, ids = model("llama"), torch.randint(3, 60, (2, 150))
+    options = {"format": "turboquant_4bit_nc", "attention_budget": BUDGET, **ZONE}
+    eager = CompressedCache(network.config, **options)
+    cache = CompressedCache(network.config, **options, max_length=length, compile=True)
+    step = torch.compile(network.forward, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for caches in (eager, cache):
+            network(ids[:, :140], past_key_values=caches)
+        for at in range(140, 143):
+            cache.get_mask_sizes(1, 0)
+            mask = torch.ones(2, 1, 1, cache.get_mask_sizes(1, 0)[0], dtype=torch.bool)
+            mask[..., at + 1 :] = False
+            got = step(ids[:, at : at + 1], attention_mask=mask, past_key_values=cache).logits
+            assert_close(got, network(ids[:, at : at + 1], past_key_values=eager).logits, 1e-4)
+
+
+@pytest.mark.parametrize("change", ["fork", "reorder"])
+def test_caches_that_change_their_rows(change):
+    """As a cache that saw the same rows."""
+    network, ids = model("llama"), torch.randint(3, 60, (2, 150))
+    cache, fresh = (CompressedCache(network.config, format="int8", attention_budget=BUDGET, **ZONE) for _ in range(2))
+    with torch.no_grad():
+        network(ids[:, :140], past_key_values=cache)
+        rows = ids
+        if change == "reorder":
+            cache.reorder_cache(torch.tensor([1, 0]))
+            rows = ids.flip(0)
+        else:
+            (cache,) = cache.fork(1)
+        network(rows[:, :140], past_key_values=fresh)
+        for at in range(140, 144):
+            got, expected = (network(rows[:, at : at + 1], past_key_values=one).logits for one in (cache, fresh))
+            assert_close(got, expected, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"attention_budget": 0}, ValueError, "attention_budget=0"),
+        ({"attention_budget": 1.0}, ValueError, "attention_budget=1.0"),
+        ({"attention_budget": -0.5}, ValueError, "attention_budget=-0.5"),
+        ({"attention_budget": "auto"}, TypeError, "attention_budget='auto'"),
+        ({"attention_budget": True}, TypeError, "attention_budget=True"),
+        ({"attention_budget": 64, "policy": policies.KeyDiff(budget=64)}, ValueError, "leave one out"),
+    ],
+)
+def test_wrong_budgets_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        CompressedCache(model("llama").config, format="int8", **options)
+
+
+def test_latents_with_a_budget_are_refused():
+    with pytest.raises(NotImplementedError, match="attention_budget=64 on deepseek_v3"):
+        CompressedCache(model("deepseek_v3").config, format="int8", attention_budget=64)

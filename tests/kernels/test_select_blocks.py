@@ -1,0 +1,162 @@
+"""The choice of blocks under an attention budget, in torch and in kernels, against one row after another; and attention over the choice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from qkvcache.kernels import PagedInputs
+from qkvcache.kernels import pages as reference
+from qkvcache.kernels.attend import MASKED_SCORE
+from qkvcache.kernels.pages import BLOCK, WHOLE, AttentionBudget
+from qkvcache.kernels.select_blocks import block_weights, choose_blocks, select_blocks
+from tests.matrix import FORMATS, slowly
+
+from .paged_inputs import build, row
+from .test_fused_attend import KINDS
+from .test_pages import DEVICE, KERNELS, compare
+
+LENGTHS = [300, 70, 0, 161]
+
+
+def inputs_of(format: str, tokens: int = 2 * BLOCK, share: int = 0, dim: int = 64, **options) -> PagedInputs:
+    inputs = build(FORMATS[format], LENGTHS, ring=5, ring_tokens=[5, 4, 2, 5], dims=(dim, dim), **options)
+    return replace(inputs, budget=AttentionBudget(tokens, share))
+
+
+def queries_like(inputs: PagedInputs, queries: int = 1, group: int = 2) -> Tensor:
+    batch, (_, heads, _, dim) = len(inputs.rows), inputs.ring[0].shape
+    return torch.randn(batch, heads * group, queries, dim, device=inputs.rows.device).to(inputs.ring[0].dtype)
+
+
+def weights_by_row(query: Tensor, inputs: PagedInputs, mask: Tensor | None, scaling: float, softcap: float | None) -> list[list[Tensor]]:
+    """The weights of the blocks of each row and head."""
+    batch, query_heads, queries, _ = query.shape
+    heads, found = inputs.ring[0].shape[1], []
+    for b in range(batch):
+        sinks, length = int(inputs.rows[b, reference.SINKS]), int(inputs.pages.lengths[b])
+        found.append([torch.zeros(-(-length // BLOCK)) for _ in range(heads)])
+        for head in range(query_heads if length else 0):
+            h = head // (query_heads // heads)
+            key = row(inputs, b, h, 0)[sinks : sinks + length]
+            for q in range(queries):
+                score = (key @ query[b, head, q].float()) * scaling
+                score = score if softcap is None else softcap * torch.tanh(score / softcap)
+                if mask is not None:
+                    shown = mask.expand(batch, query_heads, queries, -1)[b, head, q, sinks : sinks + length]
+                    score = score.masked_fill(~shown, -torch.inf) if mask.dtype == torch.bool else score + shown
+                    if (score <= MASKED_SCORE).all():
+                        continue
+                found[b][h] += torch.stack([part.sum() for part in score.softmax(0).split(BLOCK)])
+    return found
+
+
+@pytest.mark.parametrize("masked", ["", "bool", "float"])
+def test_the_weight_of_a_block(masked):
+    inputs = inputs_of("int8")
+    query = queries_like(inputs, queries=3)
+    mask = None
+    if masked:
+        mask = torch.rand(4, 1, 3, 400) < 0.6 if masked == "bool" else torch.randn(4, 1, 3, 400)
+    if masked == "bool":
+        mask[1] = False  # padding alone
+    weights = block_weights(query, inputs, mask, None, 0.3, 5.0)
+    for mine, wanted in zip(weights, weights_by_row(query, inputs, mask, 0.3, 5.0), strict=True):
+        for x, y in zip(mine, wanted, strict=True):
+            torch.testing.assert_close(x[: len(y)], y, rtol=1e-3, atol=1e-4)
+            assert (x[len(y) :] == 0).all()
+
+
+@pytest.mark.parametrize(("tokens", "share"), [(1, 0), (2 * BLOCK, 0), (BLOCK, WHOLE // 2), (10**6, 0)])
+def test_the_largest_weights_are_chosen(tokens, share):
+    """As many blocks as the budget allows each row, in ascending order, with the entries of their pages."""
+    inputs = inputs_of("int8", tokens, share)
+    weights = torch.rand(4, 2, -(-inputs.max_length // BLOCK))
+    selection = choose_blocks(weights, inputs, inputs.pages.lengths)
+    for b, length in enumerate(LENGTHS):
+        stored = -(-length // BLOCK)
+        count = min(max(-(-tokens // BLOCK), -(-share * stored // WHOLE)), stored)
+        for h in range(2):
+            wanted = sorted(weights[b, h, :stored].topk(count).indices.tolist())
+            assert selection.blocks[b, h, :count].tolist() == wanted
+            assert selection.entries[b, h, :count].tolist() == [int(inputs.pages.table[b, n * BLOCK // 64]) for n in wanted]
+            places = [n * BLOCK + i for n in wanted for i in range(BLOCK) if n * BLOCK + i < length]
+            assert selection.lengths[b, h] == len(places)
+            found = selection.places()[b, h].tolist()
+            assert found[: len(places)] == places and set(found[len(places) :]) <= {-1}
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_attention_reads_the_chosen_blocks_alone(queries):
+    """As if a mask hid all other quantized tokens."""
+    inputs = inputs_of("turboquant_4bit_nc")
+    query = queries_like(inputs, queries)
+    selection = select_blocks(query, inputs)
+    read = replace(inputs, selection=selection)
+    shown = torch.ones(4, 4, 1, 400, dtype=torch.bool)
+    for b, length in enumerate(LENGTHS):
+        sinks = int(inputs.rows[b, reference.SINKS])
+        for h in range(4):
+            shown[b, h, 0, sinks : sinks + length] = False
+            chosen = selection.places()[b, h // 2]
+            shown[b, h, 0, sinks + chosen[chosen >= 0]] = True
+    out, lse, _ = reference.attend_pages(query, read, causal=True)
+    wanted, wanted_lse, _ = reference.attend_pages(query, inputs, shown, causal=True)
+    torch.testing.assert_close(out, wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
+
+
+def overlap(mine, wanted) -> bool:
+    """Whether two choices are the same but for blocks of nearly equal weight."""
+    return torch.equal(mine.lengths, wanted.lengths) and torch.equal(mine.places(), wanted.places())
+
+
+@KERNELS
+@pytest.mark.parametrize("format", slowly(FORMATS, KINDS))
+def test_the_kernels(format, monkeypatch):
+    from qkvcache.kernels import triton_select_blocks
+
+    dim = KINDS.get(format, 64)
+    inputs = inputs_of(format, dim=dim, device=DEVICE)
+    query = queries_like(inputs)
+    wanted, mine = select_blocks(query.float(), inputs), triton_select_blocks.select_blocks(query, inputs)
+    assert overlap(mine, wanted)
+    for b, length in enumerate(LENGTHS):
+        used = min(2, -(-length // BLOCK))
+        assert torch.equal(mine.entries[b, :, :used], wanted.entries[b, :, :used])
+    compare(monkeypatch, format, query, replace(inputs, selection=mine))
+
+
+@KERNELS
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("masked", ["", "bool", "float"])
+def test_the_kernels_with_everything_that_attention_has(queries, masked, monkeypatch):
+    from qkvcache.kernels import triton_select_blocks
+
+    inputs = inputs_of("int8", share=WHOLE // 3, device=DEVICE)
+    query = queries_like(inputs, queries)
+    mask = {"": None, "bool": torch.rand(4, 1, queries, 400) < 0.6, "float": torch.randn(1, 4, 1, 400)}[masked]
+    mask = None if mask is None else mask.to(DEVICE)
+    options = {"scaling": 0.3, "softcap": 5.0}
+    wanted = select_blocks(query.float(), inputs, mask, **options)
+    mine = triton_select_blocks.select_blocks(query, inputs, mask, **options)
+    assert overlap(mine, wanted)
+    chosen = replace(inputs, selection=mine)
+    compare(monkeypatch, "int8", query, chosen, mask, causal=queries > 1, sinks=torch.randn(4, device=DEVICE), **options)
+
+
+@KERNELS
+def test_the_kernels_where_all_tokens_are_read(monkeypatch):
+    """A step that is captured once serves few tokens, too: nothing is scored, and all blocks are chosen."""
+    from qkvcache.kernels import triton_select_blocks
+
+    inputs = inputs_of("turboquant_4bit_nc", tokens=320, device=DEVICE)
+    query = queries_like(inputs)
+    mine = triton_select_blocks.select_blocks(query, inputs)
+    assert mine.lengths.tolist() == [[length] * 2 for length in LENGTHS]
+    out = reference.attend_pages(query, replace(inputs, selection=mine))[0]
+    torch.testing.assert_close(out, reference.attend_pages(query, inputs)[0])
+    compare(monkeypatch, "turboquant_4bit_nc", query, replace(inputs, selection=mine))
