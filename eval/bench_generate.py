@@ -1,6 +1,6 @@
 """`generate` on one GPU with a Llama of eight billion random weights: our caches beside DynamicCache, StaticCache and QuantizedCache.
 
-    python eval/bench_generate.py [--sections prefill largest eviction decode profile]    measure; rows in eval/results/generate.jsonl
+    python eval/bench_generate.py [--sections prefill largest eviction decode budget profile]  measure; rows in eval/results/generate.jsonl
     python eval/bench_generate.py --all --resume                           every case, from where --minutes ended the last run
     python eval/bench_generate.py --show | --plot                          tables | generate.png, from the rows; no GPU
 
@@ -8,6 +8,7 @@ prefill   seconds to the first token, the prompt read at once or in chunks of 8,
 largest   the longest context of one request, and the largest batch of 32,768 tokens, with which an eager decode step still fits.
 eviction  H2O with a budget of 4,096 after a prompt of 131,072 tokens that was really read, beside a full cache of 4,096 tokens.
 decode    milliseconds a token, peak memory, what the cache holds.
+budget    decode in 4 bits with an attention budget of 4,096 tokens, beside all tokens.
 profile   GPU time of a step by kind of kernel: of eviction, and of decode in the cases `MAIN` and `SMALL`.
 
 Latency is what a streaming user sees: the time between two calls of the streamer of `model.generate`, each with a token that has
@@ -31,15 +32,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from generate_runs import BUDGET, H2O, KINDS, QUANTO, Bench, Run, fitting, free
+from generate_runs import BUDGET, H2O, KINDS, QUANTO, READS, Bench, Run, fitting, free
 from gpu import device, gpu
 from harness import Table, device_name, in_time, outcome, parser_of, picture, pivot, read_rows, replace_rows, run_or_show
 
 GIB = 2**30
-SECTIONS = ("prefill", "largest", "eviction", "decode", "profile")
+SECTIONS = ("prefill", "largest", "eviction", "decode", "budget", "profile")
 FORMATS = ("identity", "int8", "turboquant_4bit_nc", "fp8", "int4", "nvfp4")
 FOUR = "turboquant_4bit_nc"
-MAIN, SMALL = (8, 32768), (1, 8192)
+MAIN, SMALL, WIDEST = (8, 32768), (1, 8192), (8, 131072)
 CASES = (MAIN, SMALL, (1, 32768), (8, 8192), (1, 131072), (8, 131072))
 EAGER = {SMALL: ("DynamicCache", FOUR, QUANTO), MAIN: ("DynamicCache", FOUR)}
 COMPILED = {MAIN: ("StaticCache", FOUR, "int8", "identity"), SMALL: ("StaticCache", FOUR)}  # compiling takes most of the time
@@ -61,6 +62,8 @@ def runs(sections: list[str], every: bool) -> Iterator[Run]:
         for case in (MAIN, SMALL):
             yield from (Run("decode", name, "eager", *case) for name in EAGER[case])
             yield from (Run("decode", name, "compiled", *case) for name in COMPILED[case])
+    if "budget" in sections:
+        yield from (Run("decode", name, "compiled", *case) for case in (WIDEST, MAIN) for name in (FOUR, f"{FOUR}{READS}{BUDGET}"))
     if not every:
         return
     if "eviction" in sections:

@@ -24,6 +24,8 @@ from qkvcache.evaluation.quality import held_bytes
 
 QUANTO, H2O, BUDGET = "QuantizedCache quanto 4-bit", "H2O", 4096
 WARM, SEEN = 6, 32  # steps that are left out, and that the profiler sees
+READS = " reads "
+"""Between a format and its attention budget, in the name of a cache."""
 CHUNK = 8192
 """Tokens of a prefill."""
 KINDS = {  # the first that is found in a kernel's name
@@ -110,7 +112,8 @@ class Bench:
             return QuantizedCache("quanto", config, nbits=4)
         if name == H2O:
             return H2OCache(config, budget=BUDGET // self.scale, format=None, **options)
-        return CompressedCache(config, format=name, **options)
+        format, _, read = name.partition(READS)
+        return CompressedCache(config, format=format, attention_budget=int(read) // self.scale if read else None, **options)
 
     def ids(self, *shape: int) -> Tensor:
         return torch.randint(self.model.config.vocab_size, shape, device=self.model.device)

@@ -1,0 +1,105 @@
+"""Attention with a budget, beside attention over all tokens and bf16 SDPA; rows in eval/results/attention_budget.jsonl.
+
+    python eval/bench_attention_budget.py              measures on a GPU, prints the table, writes the rows: under 3 minutes
+    python eval/bench_attention_budget.py --check      compares the kernels with their torch references first
+    python eval/bench_attention_budget.py --markdown   the table of the documentation, from the rows: needs no GPU
+
+A step's attention of one layer, 32 query heads and 8 KV heads of 128 channels, in GPU time by replays of a CUDA graph: *scores* the kernel
+that weighs blocks, *choice* the one that chooses them, *whole* both and attention over what they choose. `eval/bench_generate.py --sections
+budget` measures steps of a whole model.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest import mock
+
+import torch
+from bench_kernels import KNOWN, bf16, code_bytes, payloads, real_payload, sdpa_us
+from gpu import device, graph_us, let_go
+from harness import Table, device_name, in_time, parser_of, replace_rows, run_or_show
+
+from qkvcache.kernels import AttentionBudget, attend_pages, pages, select_blocks
+from qkvcache.kernels.select_blocks import select_blocks as reference
+
+CASES = ((8, 131072), (8, 32768), (1, 131072), (1, 32768))
+FORMATS = ("turboquant_4bit_nc", "int8", "identity")
+BUDGETS = (4096, 2048)
+HEADS, KV_HEADS, DIM = 32, 8, 128
+
+
+def chain(name: str, rows: int, tokens: int, budget: int) -> dict[str, float]:
+    """Microseconds of attention over all tokens, and of the parts of attention with a budget."""
+    from qkvcache.kernels import triton_select_blocks
+
+    query = bf16(rows, HEADS, 1, DIM)
+    sets = [one.paged for one in payloads(name, rows, KV_HEADS, tokens, DIM)]
+    few = [replace(one, budget=AttentionBudget(budget), launches=one.launches) for one in sets]
+    chosen = [replace(one, selection=triton_select_blocks.select_blocks(query, one)) for one in few]
+    found = {"all_us": graph_us([functools.partial(attend_pages, query, one) for one in sets])}
+    found["read_us"] = graph_us([functools.partial(attend_pages, query, replace(one, budget=None)) for one in chosen])
+    found["choice_us"] = graph_us([functools.partial(triton_select_blocks.select_blocks, query, one) for one in few])
+    with mock.patch.object(triton_select_blocks, "choose_blocks_kernel", mock.MagicMock()):
+        found["scores_us"] = graph_us([functools.partial(triton_select_blocks.select_blocks, query, one) for one in few])
+    found["choice_us"] -= found["scores_us"]
+    with mock.patch.object(select_blocks, "LEAST_SKIPPED", 0):
+        found["whole_us"] = graph_us([functools.partial(attend_pages, query, one) for one in few])
+    return found
+
+
+def wrong(name: str) -> str:
+    """Differences between the kernels and their references, on real keys of which few have most of the weight."""
+    from qkvcache.kernels import triton_select_blocks
+
+    torch.manual_seed(0)
+    key, value = bf16(2, KV_HEADS, 9000, DIM), bf16(2, KV_HEADS, 9000, DIM)
+    query = 3 * bf16(2, HEADS, 1, DIM)
+    inputs = replace(real_payload(name, key, value, 4, 96).paged, budget=AttentionBudget(1024))
+    mine, theirs = triton_select_blocks.select_blocks(query, inputs), reference(query.float(), inputs)
+    same = (mine.blocks == theirs.blocks).float().mean()
+    out = attend_pages(query, replace(inputs, selection=mine, budget=None))[0].float()
+    wanted = pages.attend_pages(query.float(), replace(inputs, selection=mine))[0]
+    return f"{name}: {same:.4f} of the blocks, output differs by {(out - wanted).norm() / wanted.norm():.1e}"
+
+
+def run(args: Namespace) -> None:
+    if args.check:
+        for name in FORMATS:
+            print(wrong(name), flush=True)
+    cases = [(*case, name, budget) for case in CASES for name in FORMATS for budget in BUDGETS]
+    for rows, tokens, name, budget in in_time(cases, args.minutes):
+        if code_bytes(name, rows, KV_HEADS, tokens, DIM) > 2**33:
+            continue
+        let_go()
+        row = {"rows": rows, "tokens": tokens, "format": name, "budget": budget} | chain(name, rows, tokens, budget)
+        let_go()
+        sdpa, backend = sdpa_us(rows, HEADS, KV_HEADS, tokens, DIM)
+        row |= {"sdpa_us": sdpa, "sdpa": backend, "bytes_per_token": KNOWN[name].bytes_per_token(DIM), "device": device_name(device())}
+        print(row, file=sys.stderr, flush=True)
+        replace_rows(args.out, "attention budget", [row], "device", "rows", "tokens", "format", "budget")
+
+
+def tables(rows: list[dict]) -> Iterator[Table]:
+    for name in dict.fromkeys(row["device"] for row in rows):
+        heads = ["tokens", "format", "read", "bf16, us", "all tokens", "scores", "choice", "whole", "times as fast as all", "as bf16"]
+        lines = []
+        for row in rows:
+            if row["device"] == name:
+                us = [f"{row[key]:.0f}" for key in ("sdpa_us", "all_us", "scores_us", "choice_us", "whole_us")]
+                gains = [f"{row[key] / row['whole_us']:.2f}" for key in ("all_us", "sdpa_us")]
+                lines.append([f"{row['rows']} x {row['tokens']:,}", f"`{row['format']}`", f"{row['budget']:,}", *us, *gains])
+        yield Table(f"{name}:", heads, lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__, "attention_budget")
+    parser.add_argument("--check", action="store_true", help="compare with the references first")
+    run_or_show(parser, parser.parse_args(arguments), run, "attention budget", tables)
+
+
+if __name__ == "__main__":
+    main()
