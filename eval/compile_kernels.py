@@ -197,6 +197,9 @@ def scoring(format: str, head_dim: int, target: str) -> Job:
     names = {param.name for param in kernel.params}
     types = {name: kind for name, kind in job.types.items() if name in names} | {"scores": "*fp32"}
     constants = {name: x for name, x in job.constants.items() if name in names}
+    key = FORMATS[format].key.coarse.packed_layout
+    assert key
+    constants |= {"K": key, "k_strides": _strides_of(key, head_dim, "bf16")}
     constants |= {"R": 8 if constants["ARCH"] else 16, "T": BLOCK, "MASK": "none", "BLOCK": BLOCK, "WHOLE": WHOLE}
     return Job(f"score blocks {format} {head_dim}", kernel, types, constants, target, {"num_warps": 1, "num_stages": 3})
 

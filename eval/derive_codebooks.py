@@ -62,11 +62,10 @@ def grid(levels: np.ndarray, most: int) -> tuple[float, tuple[int, ...]]:
     return float(step), tuple(int(n) for n in nearest(step))
 
 
-def upper(levels: np.ndarray, step: float) -> tuple[int, ...]:
-    """Counts as in `codebooks.UPPER`: the means of four levels each, by what each is chosen for."""
-    masses = ends_and_masses(levels)[1].reshape(-1, 4)
-    means = (masses * levels.reshape(-1, 4)).sum(1) / masses.sum(1)
-    return tuple(int(n) for n in np.rint(means / step - 0.5))
+def upper(levels: np.ndarray, step: float) -> int:
+    """`codebooks.UPPER`: the distance of two positive levels, each for four of `levels`, with the least error."""
+    masses, factors = ends_and_masses(levels)[1], np.repeat([0.5, 1.5], 4)
+    return round(float((masses * factors * levels).sum() / (masses * factors**2).sum()) / step)
 
 
 def main() -> None:
@@ -85,10 +84,10 @@ def main() -> None:
         print(f"    {bits}: ({step:.7f}, {counts}),  # grid")
         if check and (counts != GRID[bits][1] or abs(step / GRID[bits][0] - 1) > 5e-3):
             raise SystemExit(f"the shipped {bits}-bit grid is {GRID[bits]}: replace it with the line above")
-    counts = upper(lloyd_max(4), GRID[4][0])
-    print(f"    {counts}  # upper two of 4 bits")
-    if check and counts != UPPER:
-        raise SystemExit(f"the shipped levels of upper halves are {UPPER}: replace them with the line above")
+    apart = upper(lloyd_max(4), GRID[4][0])
+    print(f"    {apart}  # upper two of 4 bits")
+    if check and apart != UPPER:
+        raise SystemExit(f"the shipped levels of upper halves are {UPPER} steps apart: replace it with the line above")
 
 
 if __name__ == "__main__":

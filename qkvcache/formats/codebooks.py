@@ -55,14 +55,15 @@ def grid_steps(counts: tuple[int, ...]) -> tuple[int, ...]:
     return *(-1 - n for n in reversed(counts)), *counts
 
 
-UPPER: tuple[int, ...] = (9, 31)
-"""The positive levels that the upper two bits of a code of 4 bits stand for, as in `GRID`, in its steps: the means of four levels each."""
+UPPER: int = 21
+"""The distance of the levels that the upper two bits of a code of 4 bits stand for, in steps of `GRID`. The means of the four levels of
+each are nearly evenly spaced; levels that are need no table."""
 
 
 @functools.cache
 def upper_levels() -> tuple[float, ...]:
     """The levels of the upper two bits of a code of 4 bits, ascending."""
-    return tuple((n + 0.5) * GRID[4][0] for n in grid_steps(UPPER))
+    return tuple((n + 0.5) * UPPER * GRID[4][0] for n in grid_steps((0, 1)))
 
 
 @functools.cache

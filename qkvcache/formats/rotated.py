@@ -58,7 +58,7 @@ class Rotated(Codec):
 
 @dataclass(frozen=True)
 class UpperHalves(Codec):
-    """The upper halves of the codes of `Rotated(4)`, read alone: each stands for the mean of its four levels. Half of the bytes of a code
+    """The upper halves of the codes of `Rotated(4)`, read alone: each stands for its four levels (`codebooks.UPPER`). Half of the bytes of a code
     tell which keys a query matches nearly as well as all of them (the error of a score has the size of that of `Rotated(2)`)."""
 
     rotation: Hadamard | None = Hadamard()
@@ -75,7 +75,7 @@ class UpperHalves(Codec):
         return {name: codes[name] for name in ("high", "scale")}
 
     def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
-        return _in_steps(lookup({"codes": codes["high"]}, 2, grid_steps(UPPER)), codes["scale"].float() * GRID[4][0])
+        return _in_steps(lookup({"codes": codes["high"]}, 2, grid_steps((0, 1))), codes["scale"].float() * (UPPER * GRID[4][0]))
 
 
 def _in_steps(levels: Tensor, scale: Tensor) -> QuantizedValues:

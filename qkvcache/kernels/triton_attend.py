@@ -22,7 +22,7 @@ from .triton_dequantize import scales_of
 from .triton_math import MASKED_SCORE, exp2, inverse, log2
 from .triton_scales import group_scales, scale_of_plane, scaled, token_scale
 from .triton_sum_splits import EXACT_GRAIN, REGION_GRAIN, keep
-from .triton_unpack import offset_of, unit_of, unpack
+from .triton_unpack import offset_of, plane_offset, unit_of, unpack
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -394,7 +394,7 @@ def query_planes(
         tiles = ()
         for i in tl.static_range(KN * KP):
             x = (q[i].to(tl.float32) * normal[:, None]).to(tl.float16)
-            q_sum += tl.sum(x.to(tl.float32), 1)
+            q_sum += tl.sum(x.to(tl.float32), 1) * plane_offset(K, i % KP)
             tiles = tiles + (x,)
         q = tiles
     tiles = ()

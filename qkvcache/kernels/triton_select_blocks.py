@@ -153,9 +153,15 @@ def choose_blocks_kernel(
     tl.store(read + bh, count * BLOCK - partial * (stored * BLOCK - length))
 
 
-def coarse_layout(layout: PackedLayout) -> PackedLayout:
-    """The layout of the upper halves of codes, where they are kept apart, else `layout`."""
-    return getattr(layout, "upper", None) or layout
+Planes = tuple[PackedLayout, tuple[Tensor, ...], tuple[int, ...]]
+
+
+def _coarse(layout: PackedLayout, planes: tuple[Tensor, ...], strides: tuple[int, ...]) -> Planes:
+    """The layout, planes and strides of keys of the upper halves of codes, where they have a plane of their own; else as they are."""
+    if layout.upper is None:
+        return layout, planes, strides
+    low, high, *others = planes
+    return layout.upper, (high, low, *others), (*strides[2:4], *strides[:2], *strides[4:])
 
 
 def select_blocks(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, **options: Unpack[PageOptions]) -> Selection:
@@ -175,18 +181,19 @@ def select_blocks(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None
         torch.empty(plan.batch, plan.heads, chosen, dtype=pages.table.dtype, device=query.device),
         torch.empty(plan.batch, plan.heads, dtype=torch.int32, device=query.device),
     )
+    layout, planes, strides = _coarse(args.use.key, args.planes[0], args.constants["k_strides"])
     counted, (table_b, _, lengths_b, _) = args.constants["COUNTED"], call.strides
     shared = {"tokens": tokens, "share": share, "heads": plan.heads, "room": room, "BLOCK": BLOCK, "WHOLE": WHOLE, "ARCH": arch}
     shared |= {"table": pages.table, "lengths": call.lengths, "table_b": table_b, "lengths_b": lengths_b, "n_quantized": inputs.max_length}
     with torch.cuda.device_of(query):
         score_blocks_kernel[(splits, row_blocks, panels)](
             region_query=call.region_query, rotation=args.use.rotation, signs=args.use.signs, rows=call.rows,
-            k_planes=args.planes[0], mask=call.mask, scores=scores,
+            k_planes=planes, mask=call.mask, scores=scores,
             **dict(zip(("query_b", "query_h", "query_q"), call.query.stride()[:3], strict=True)), rows_b=call.rows_stride,
             mean_strides=args.means[0], **dict(zip(("mask_b", "mask_h", "mask_q", "mask_t"), call.mask_strides, strict=True)),
-            **call.scalars, n_sinks=call.zones[1], queries=plan.queries, K=coarse_layout(args.use.key), D=query.shape[3], G=plan.groups,
+            **call.scalars, n_sinks=call.zones[1], queries=plan.queries, K=layout, D=query.shape[3], G=plan.groups,
             R=small, T=BLOCK, PAGE=pages.page_size, BASE=args.constants["BASE"], COUNTED=counted, K_ONCE=args.constants["K_ONCE"],
-            k_strides=args.constants["k_strides"], SOFTCAP=plan.attend["SOFTCAP"], MASK=plan.attend["MASK"], TURN=plan.attend["TURN"],
+            k_strides=strides, SOFTCAP=plan.attend["SOFTCAP"], MASK=plan.attend["MASK"], TURN=plan.attend["TURN"],
             num_warps=1, num_stages=3, **shared,
         )  # fmt: skip
         choose_blocks_kernel[(panels,)](

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..formats.base import PackedLayout
-from ..formats.codebooks import GRID, grid_levels, upper_levels
+from ..formats.codebooks import GRID, UPPER, grid_levels
 
 _TINY = 2.0**-24
 """The fp16 number whose lowest bit alone is 1: bytes of tables are read as subnormal numbers, which adds no offset."""
@@ -30,7 +30,7 @@ def _table(bits: int, levels: tuple[float, ...]) -> tuple[int, ...]:
     return tuple(int.from_bytes(entries[at : at + 4], "little") for at in range(0, len(entries), 4))
 
 
-_GRIDS = {"lut2": 2, "lut3": 3, "lut4": 4, "lut4u": 4}
+_GRIDS = {"lut2": 2, "lut3": 3, "lut4": 4}
 """The grid that Lloyd-Max levels lie on, by kind, as its bits."""
 
 
@@ -39,26 +39,32 @@ def unit_of(layout: PackedLayout) -> float:
     """The step between numbers, in units of the scale: `value = (number - offset_of) * unit_of`."""
     if layout.kind == "e2m1":
         return 2.0**8  # times 2^6, which scales are kept small by
+    if layout.kind == "int2":
+        return UPPER * GRID[4][0]
     return GRID[_GRIDS[layout.kind]][0] / _TINY if layout.kind in _GRIDS else 1.0
 
 
 @triton.constexpr_function
 def offset_of(layout: PackedLayout) -> float:
-    """The number that stands for zero; for scales with a zero of their own, the one that stands for code 0."""
+    """The number that stands for zero, in units of `plane_offset`; for scales with a zero of their own, the one that stands for code 0."""
     if layout.kind == "int4":
         return 16.0 + 8 * (layout.scale == "group")
-    if layout.kind == "int3":
-        return 8.0
+    if layout.kind in ("int3", "int2"):
+        return 8.0 if layout.kind == "int3" else 1.0
     return (_HALF[_GRIDS[layout.kind]] - 0.5) * _TINY if layout.kind in _GRIDS else 0.0
+
+
+@triton.constexpr_function
+def plane_offset(layout: PackedLayout, plane: int) -> float:
+    """The number in a plane that stands for `offset_of`: 1.0 where all planes have the same."""
+    return 2.0 ** (10 - _PLACES2[plane]) + 1.5 if layout.kind == "int2" else 1.0
 
 
 _LUT2, _LUT3, _LUT4 = (_table(bits, grid_levels(bits)) for bits in (2, 3, 4))
 _LUT4_EXCHANGED = _table(4, tuple(grid_levels(4)[(code & 3) << 2 | code >> 2] for code in range(16)))
 """The table for codes with halves exchanged."""
-_UPPER = _table(4, upper_levels())
 _LUT2_0 = tl.constexpr(_LUT2[0])
 _LUT3_0, _LUT3_1 = map(tl.constexpr, _LUT3)
-_UPPER_0 = tl.constexpr(_UPPER[0])
 _LUT4_0, _LUT4_1, _LUT4_2, _LUT4_3 = map(tl.constexpr, _LUT4)
 
 # Two bytes, of words v and w, to the low bytes of two fp16 numbers whose high byte is `high`.
@@ -190,12 +196,17 @@ _ASM["lut3"] = (
     + _read_both(_read("and.b32 {0}, {0}, 0x77777777; prmt.b32 {0}, {0}, 0, 0x3120", "t", _LUT3[1]))
     + "}"
 )
-for _kind, _levels in (("lut2", _LUT2[0]), ("lut4u", _UPPER[0])):
-    _ASM[_kind] = (
-        "{ .reg .b32 e, o, x; prmt.b32 e, $8, 0, 0x3120; shr.u32 o, e, 2;"
-        + _read_both(_read("lop3.b32 {0}, {0}, 0x33333333, 0x44444444, 0xea", "0", _levels))
-        + "}"
-    )
+_ASM["lut2"] = (
+    "{ .reg .b32 e, o, x; prmt.b32 e, $8, 0, 0x3120; shr.u32 o, e, 2;"
+    + _read_both(_read("lop3.b32 {0}, {0}, 0x33333333, 0x44444444, 0xea", "0", _LUT2[0]))
+    + "}"
+)
+_PLACES2 = 0, 2, 4, 6, 8, 4, 6, 8
+"""The bit of the mantissa at which the two bits of each channel are read, those of the last three after a shift by six. A number `n` from
+bit `p` on reads 2^(10 - p) + n, under the exponent 25 - p."""
+_ASM["int2"] = "{ .reg .b32 s; shr.u32 s, $8, 6;" + "".join(
+    f" lop3.b32 ${i}, {'s' if i > 4 else '$8'}, {0x30003 << p:#x}, {(25 - p << 10) * 0x10001:#x}, 0xea;" for i, p in enumerate(_PLACES2)
+) + " }"
 
 
 def _bytes_of(table: tuple[int, ...], to: str, nibbles: str) -> str:
@@ -222,6 +233,7 @@ _ASM["lut4"] = (
 )  # fmt: skip
 
 _ASSEMBLY = tl.constexpr(_ASM)
+_INT2 = tl.constexpr(PackedLayout("int2"))
 
 
 @triton.constexpr_function
@@ -254,7 +266,8 @@ def unpack(KIND: tl.constexpr, w, h, shift, ARCH: tl.constexpr):
 
     half    the numbers        e4m3, e5m2, int8, uint8   their values       e2m1   2^-14 of the value
     int4    16 + n             int3   8 + n
-    lut4, lut3, lut2, lut4u   2^-24 of the level in steps, moved to be positive
+    int2    2^(10 - p) + n, `_PLACES2`
+    lut4, lut3, lut2   2^-24 of the level in steps, moved to be positive
     """
     if KIND == "half":
         return (w,)
@@ -297,10 +310,12 @@ def _plain(KIND: tl.constexpr, w, h, shift):
         for i in tl.static_range(8):
             n = (x >> (2 * (i ^ 1)) & 3) | (high >> (2 * i) & 3) << 2
             p = p + (_bits(tl.where(n < 8, _entry(_LUT4_0, _LUT4_1, n & 7), _entry(_LUT4_2, _LUT4_3, n & 7))),)
-    elif KIND == "lut2" or KIND == "lut4u":
-        TABLE: tl.constexpr = _LUT2_0 if KIND == "lut2" else _UPPER_0
+    elif KIND == "lut2":
         for i in tl.static_range(8):
-            p = p + (_bits(_entry(TABLE, TABLE, x >> (2 * i) & 3)),)
+            p = p + (_bits(_entry(_LUT2_0, _LUT2_0, x >> (2 * i) & 3)),)
+    elif KIND == "int2":
+        for i in tl.static_range(8):
+            p = p + (((x >> (2 * i) & 3).to(tl.float32) + (plane_offset(_INT2, i) - 1.5)).to(tl.float16),)
     else:
         high = h.to(tl.int32) & 0xFFFF
         high = tl.where(shift != 0, high << 2, high)
