@@ -204,9 +204,13 @@ _ASM["lut2"] = (
 _PLACES2 = 0, 2, 4, 6, 8, 4, 6, 8
 """The bit of the mantissa at which the two bits of each channel are read, those of the last three after a shift by six. A number `n` from
 bit `p` on reads 2^(10 - p) + n, under the exponent 25 - p."""
-_ASM["int2"] = "{ .reg .b32 s; shr.u32 s, $8, 6;" + "".join(
-    f" lop3.b32 ${i}, {'s' if i > 4 else '$8'}, {0x30003 << p:#x}, {(25 - p << 10) * 0x10001:#x}, 0xea;" for i, p in enumerate(_PLACES2)
-) + " }"
+_ASM["int2"] = (
+    "{ .reg .b32 s; shr.u32 s, $8, 6;"
+    + "".join(
+        f" lop3.b32 ${i}, {'s' if i > 4 else '$8'}, {0x30003 << p:#x}, {(25 - p << 10) * 0x10001:#x}, 0xea;" for i, p in enumerate(_PLACES2)
+    )
+    + " }"
+)
 
 
 def _bytes_of(table: tuple[int, ...], to: str, nibbles: str) -> str:
