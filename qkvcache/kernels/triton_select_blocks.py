@@ -21,8 +21,8 @@ TILE, STAGES, PROGRAMS = 32, 3, 24
 """The launch that scores blocks: tokens of a tile, tiles in flight, programs of a multiprocessor, each of one warp."""
 LEAST_SPLIT = 256
 """Fewest tokens of a program."""
-DIGITS = 7
-"""Digits of three bits by which weights are compared; of those that are equal in them, the first are read."""
+DIGITS = 10
+"""Digits of two bits by which weights are compared; of those that are equal in them, the first are read."""
 MASKED_BELOW = tl.constexpr(-1e29)
 
 
@@ -138,11 +138,11 @@ def choose_blocks_kernel(
             x = tl.where(there, exp2(x - top[None, :], ARCH), 0.0)
             factor = tl.where(top > MASKED_BELOW, 1 / tl.sum(x, 0), 0.0)
             weights += tl.sum(x * factor[None, :], 1)
-        key = tl.where(exists, weights.to(tl.int32, bitcast=True) >> (31 - 3 * DIGITS), -1)  # weights are not negative
+        key = tl.where(exists, weights.to(tl.int32, bitcast=True) >> (31 - 2 * DIGITS), -1)  # weights are not negative
         threshold = 0
-        digit = tl.arange(0, 8)
+        digit = tl.arange(0, 4)
         for n in range(DIGITS):
-            shift = 3 * (DIGITS - 1 - n)
+            shift = 2 * (DIGITS - 1 - n)
             reached = tl.sum((key[:, None] >= (threshold + (digit << shift))[None, :]).to(tl.int32), 0)
             threshold += (tl.sum((reached >= count).to(tl.int32), 0) - 1) << shift
         above = key > threshold
