@@ -202,13 +202,18 @@ def scoring(format: str, head_dim: int, target: str) -> Job:
     constants |= {"K": key, "k_strides": _strides_of(key, head_dim, "bf16")}
     constants |= {"R": 8 if constants["ARCH"] else 16, "T": triton_select_blocks.TILE, "MASK": "none", "BLOCK": BLOCK, "WHOLE": WHOLE}
     return Job(
-        f"score blocks {format} {head_dim}", kernel, types, constants, target, {"num_warps": 1, "num_stages": triton_select_blocks.STAGES}
+        f"score blocks {format} {head_dim}",
+        kernel,
+        types,
+        constants,
+        target,
+        {"num_warps": 1, "num_stages": triton_select_blocks.stages_of(key)},
     )
 
 
 def choosing(blocks: int, target: str) -> Job:
     types = {"scores": "*fp32", "table": "*i64", "entries": "*i64"} | dict.fromkeys(("lengths", "blocks", "read"), "*i32")
-    constants = {"N": blocks, "PAGE": PAGE, "COUNTED": True, "RP": 4, "DIGITS": triton_select_blocks.DIGITS, "BLOCK": BLOCK, "WHOLE": WHOLE}
+    constants = {"N": blocks, "PAGE": PAGE, "COUNTED": True, "BITS": triton_select_blocks.BITS, "BLOCK": BLOCK, "WHOLE": WHOLE}
     constants["ARCH"] = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
     return Job(f"choose blocks {blocks}", triton_select_blocks.choose_blocks_kernel, types, constants, target, {"num_warps": 16})
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..formats.base import Codec, Codes, affine
 from .attend import MASKED_BELOW, Options, apply_mask, scores
-from .segments import CODECS, AttentionInputs, Exact, KeysOrValues, Packed, Pair, names, number, pv
+from .segments import CODECS, AttentionInputs, Exact, KeysOrValues, Packed, Pair, block_of, names, number, pv
 
 COLUMNS = BEGIN, SINK_ROW, RING_ROW, SINKS, RING_START, RING_TOKENS, LENGTH, TOKENS = range(8)
 """Columns of `PagedInputs.rows`."""
@@ -99,16 +99,19 @@ class Pages:
         found = table[:, :, entry] if place.dim() == 1 else table.expand(-1, place.shape[1], -1).gather(2, entry.expand(len(table), -1, -1))
         return found.long() * self.page_size + place % self.page_size
 
-    def take(self, side: int, slots: Tensor) -> Codes:
-        """Codes of the keys (`side` 0) or values (1) in `slots`, int64 `[B, 1 or H, T]` (1: the same for all heads):
-        `[B, H', T, width]`."""
+    def take(self, side: int, slots: Tensor, run: int = 1) -> Codes:
+        """Codes of the keys (`side` 0) or values (1) in `slots`, int64 `[B, 1 or H, N]` (1: the same for all heads), and in the `run - 1`
+        slots after each, which is a multiple of `run`: `[B, H', N * run, width]`."""
         found: Codes = {}
         for planes, mine, page, offset in self._places(slots):
             for name, plane in planes[side].items():
                 here, at = self._inside(plane, page, offset)
-                codes = plane[here, torch.arange(plane.shape[1], device=slots.device)[:, None], at]
+                runs = plane.unflatten(2, (-1, run)).flatten(3)
+                if run > 1:  # torch copies eight bytes as fast as one
+                    runs = runs.view(torch.int64)
+                codes = runs[here, torch.arange(plane.shape[1], device=slots.device)[:, None], at // run].view(plane.dtype)
                 found[name] = codes if mine is None or name not in found else torch.where(mine[..., None], codes, found[name])
-        return found
+        return {name: x.unflatten(3, (run, -1)).flatten(2, 3) for name, x in found.items()}
 
     def put(self, side: int, slots: Tensor, codes: Codes) -> None:
         """Writes codes `[B, H', T, width]` into `slots`, int64 `[B, 1 or H, T]`; negative for tokens that are not stored."""
@@ -342,10 +345,12 @@ class PagedInputs:
             codes, exists = self.pages.gather(side, self.max_length)
             return codes, torch.where(exists, torch.arange(self.max_length, device=exists.device), -1)
         places, size = self.selection.places(), self.pages.page_size
-        entries = self.selection.entries.long().repeat_interleave(BLOCK, 2)
-        slots = torch.where(places < 0, self.pages.firsts[0] * size, entries * size + places % size)
-        codes = self.pages.take(side, slots)
-        return {name: torch.where(places[..., None] < 0, 0, x) for name, x in codes.items()} | self.pages.statistics[side], places
+        first = places[:, :, ::BLOCK]
+        slots = torch.where(first < 0, self.pages.firsts[0] * size, self.selection.entries.long() * size + first % size)
+        codes = self.pages.take(side, slots, BLOCK)
+        for x in codes.values():
+            x.view(torch.uint8).masked_fill_(places[..., None] < 0, 0)
+        return codes | self.pages.statistics[side], places
 
     def columns(self, places: Tensor) -> Tensor:
         """The index of each slot's token in its row, int64 `[B, 1 or H, S + T + R]`, -1 for a slot without a token. `places`: those of
@@ -450,8 +455,17 @@ def paged_side(inputs: PagedInputs, side: int) -> tuple[KeysOrValues, Tensor]:
         column = inputs.columns(places)[:, :1, :, None]
         first = first.masked_fill(column[:, :, : first.shape[2]] < 0, 0)
         ring = ring.masked_fill(column[:, :, column.shape[2] - ring.shape[2] :] < 0, 0)
-    segments = Exact(first), Packed(pages.codecs[side], codes, inputs.slots[1], ring.shape[3]), Exact(ring)
+    segments = Exact(first), *_blocks(pages.codecs[side], codes, inputs.slots[1], ring), Exact(ring)
     return KeysOrValues.of(segments, (*ring.shape[:2], sum(inputs.slots), ring.shape[3]), ring.dtype, ring.device), places
+
+
+def _blocks(codec: Codec, codes: Codes, tokens: int, like: Tensor) -> Iterator[Packed]:
+    """`tokens` quantized tokens, keys or values like `like`, in blocks that are dequantized one at a time."""
+    limit = block_of(like)
+    for begin in range(0, tokens, limit):
+        count = min(limit, tokens - begin)
+        part = {name: x if x.shape[2] != tokens else x.narrow(2, begin, count) for name, x in codes.items()}
+        yield Packed(codec, part, count, like.shape[3])
 
 
 def quantize_into(pages: Pages, x: Pair, slots: Tensor | int) -> None:

@@ -17,12 +17,12 @@ from .pages import BLOCK, WHOLE, PagedInputs, PageOptions, Selection
 from .triton_attend import entry_of, head_of, key_scores, page_of, query_planes, words_of_tile
 from .triton_math import MASKED_SCORE, exp2, log2
 
-TILE, STAGES, PROGRAMS = 32, 3, 24
-"""The launch that scores blocks: tokens of a tile, tiles in flight, programs of a multiprocessor, each of one warp."""
+TILE, PROGRAMS = 64, 20
+"""The launch that scores blocks: tokens of a tile, and programs of a multiprocessor, each of one warp."""
 LEAST_SPLIT = 256
 """Fewest tokens of a program."""
-DIGITS = 10
-"""Digits of two bits by which weights are compared; of those that are equal in them, the first are read."""
+BITS = 20
+"""Leading bits of weights that are compared; of those that are equal in them, the first are read."""
 MASKED_BELOW = tl.constexpr(-1e29)
 
 
@@ -108,13 +108,12 @@ def score_blocks_kernel(
 @triton.jit(do_not_specialize=["n_quantized", "tokens", "share", "heads", "queries", "room", "chosen_room", "table_b", "lengths_b"])
 def choose_blocks_kernel(
     scores, table, lengths, blocks, entries, read, table_b, lengths_b, n_quantized, tokens, share, heads, queries, room, chosen_room,
-    N: tl.constexpr, RP: tl.constexpr, PAGE: tl.constexpr, COUNTED: tl.constexpr, ARCH: tl.constexpr, DIGITS: tl.constexpr,
-    BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    N: tl.constexpr, PAGE: tl.constexpr, COUNTED: tl.constexpr, ARCH: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The blocks of the largest weights, one program for a row and KV head. Grid (B * H).
 
-    scores         of `score_blocks_kernel`; `queries`: rows of queries, G * Q, read RP at a time; N: a power of two, at least the blocks
-                   of a row
+    scores         of `score_blocks_kernel`; `queries`: rows of queries, G * Q; N: a power of two, at least the blocks of a row
     blocks, entries, read   `pages.Selection`, `chosen_room` blocks
     """
     bh = tl.program_id(0)
@@ -130,21 +129,17 @@ def choose_blocks_kernel(
     if count < stored:
         weights = tl.zeros([N], tl.float32)
         scores += bh.to(tl.int64) * room * queries
-        for first in range(0, queries, RP):
-            r = first + tl.arange(0, RP)
-            there = exists[:, None] & (r < queries)[None, :]
-            x = tl.load(scores + i[:, None] * queries + r[None, :], mask=there, other=MASKED_SCORE)
+        for r in range(queries):
+            x = tl.load(scores + i * queries + r, mask=exists, other=MASKED_SCORE)
             top = tl.max(x, 0)
-            x = tl.where(there, exp2(x - top[None, :], ARCH), 0.0)
-            factor = tl.where(top > MASKED_BELOW, 1 / tl.sum(x, 0), 0.0)
-            weights += tl.sum(x * factor[None, :], 1)
-        key = tl.where(exists, weights.to(tl.int32, bitcast=True) >> (31 - 2 * DIGITS), -1)  # weights are not negative
+            x = tl.where(exists, exp2(x - top, ARCH), 0.0)
+            total = tl.sum(x, 0)
+            weights += tl.where(top > MASKED_BELOW, x / total, 0.0)
+        key = tl.where(exists, weights.to(tl.int32, bitcast=True) >> (31 - BITS), -1)  # weights are not negative
         threshold = 0
-        digit = tl.arange(0, 4)
-        for n in range(DIGITS):
-            shift = 2 * (DIGITS - 1 - n)
-            reached = tl.sum((key[:, None] >= (threshold + (digit << shift))[None, :]).to(tl.int32), 0)
-            threshold += (tl.sum((reached >= count).to(tl.int32), 0) - 1) << shift
+        for bit in range(BITS):  # several bits at a time are slower: they take more registers than a thread has
+            higher = threshold + (1 << (BITS - 1 - bit))
+            threshold = tl.where(tl.sum((key >= higher).to(tl.int32), 0) >= count, higher, threshold)
         above = key > threshold
         equal = key == threshold
         missing = count - tl.sum(above.to(tl.int32), 0)
@@ -156,6 +151,11 @@ def choose_blocks_kernel(
     tl.store(entries + place, tl.load(table + b * table_b + i * BLOCK // PAGE, mask=chosen, other=0), mask=chosen)
     partial = tl.sum((chosen & (i == stored - 1)).to(tl.int32), 0)
     tl.store(read + bh, count * BLOCK - partial * (stored * BLOCK - length))
+
+
+def stages_of(layout: PackedLayout) -> int:
+    """Tiles in flight of the launch that scores blocks: the best measured on an H100."""
+    return 2 if layout.bits <= 4 else 3
 
 
 Planes = tuple[PackedLayout, tuple[Tensor, ...], tuple[int, ...]]
@@ -200,11 +200,11 @@ def select_blocks(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None
             **call.scalars, n_sinks=call.zones[1], queries=plan.queries, K=layout, D=query.shape[3], G=plan.groups,
             R=small, T=TILE, PAGE=pages.page_size, BASE=args.constants["BASE"], COUNTED=counted, K_ONCE=args.constants["K_ONCE"],
             k_strides=strides, SOFTCAP=plan.attend["SOFTCAP"], MASK=plan.attend["MASK"], TURN=plan.attend["TURN"],
-            num_warps=1, num_stages=STAGES, **shared,
+            num_warps=1, num_stages=stages_of(layout), **shared,
         )  # fmt: skip
         choose_blocks_kernel[(panels,)](
             scores=scores, blocks=selection.blocks, entries=selection.entries, read=selection.lengths, queries=rows,
-            chosen_room=chosen, N=padded, RP=min(triton.next_power_of_2(rows), max(2**14 // padded, 1)), PAGE=pages.page_size,
-            COUNTED=counted, DIGITS=DIGITS, num_warps=min(max(padded // 256, 4), 32), **shared,
+            chosen_room=chosen, N=padded, PAGE=pages.page_size,
+            COUNTED=counted, BITS=BITS, num_warps=min(max(padded // 256, 4), 32), **shared,
         )  # fmt: skip
     return selection

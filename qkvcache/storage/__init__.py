@@ -4,6 +4,6 @@ from .base import check_room, differ
 from .evicting import EvictingStorage, StaticLayout
 from .head_pages import HeadPages
 from .metadata import TokenMetadata
-from .paged import GROUP, MAX_GROWTH, PAGE, RowPages, block_of, growth
+from .paged import GROUP, MAX_GROWTH, PAGE, RowPages, growth
 from .pool import PageLayout, PagePool, aligned
 from .storage import Storage, attention_inputs_of

@@ -19,16 +19,13 @@ from torch import Tensor
 
 from ..formats.base import Codec, Codes
 from ..kernels import Packed, Pages, Pair, on_triton, quantize_into, quantizes
-from ..kernels.segments import join_tokens
+from ..kernels.segments import block_of, join_tokens
 from .pool import Numbers, PageLayout, PagePool, Slab, empty_codes
 
 PAGE = 64
 """Tokens of a page."""
 MAX_GROWTH = 16 * PAGE
 """Tokens for which room is made at most in steps of one token."""
-BLOCK = 2**20
-"""Elements that torch quantizes or dequantizes at a time. It bounds temporaries (4 MiB in fp32); on a CPU, smaller
-blocks cost more in calls than they save in cache misses."""
 GROUP = 16
 """Tokens that are quantized together in eager steps of one token without a kernel."""
 COLUMNS = 8
@@ -39,12 +36,6 @@ def growth(length: int, missing: int) -> int:
     """Slots that are added to `length` stored tokens when `missing` tokens have no slot."""
     # An eighth of the stored tokens keeps both slabs and unused slots few.
     return max(-(-missing // PAGE), min(length // 8, MAX_GROWTH) // PAGE) * PAGE
-
-
-def block_of(like: Tensor) -> int:
-    """Tokens of a block of keys or values like `like` `[B, H, T, D]`: a whole number of pages."""
-    batch, heads, _, dim = like.shape
-    return max(BLOCK // max(batch * heads * dim, 1) // PAGE, 1) * PAGE
 
 
 class PagedTokens:

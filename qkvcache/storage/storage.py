@@ -27,9 +27,10 @@ from torch import Tensor
 from ..formats.base import Codec
 from ..kernels import AttentionBudget, AttentionInputs, Exact, KeysOrValues, PagedInputs, Pair, Segment, launch_of_step, store_exact
 from ..kernels.pages import COLUMNS, CONTROL, DROPPED, LENGTH, RING_ROW, ROOM, SINK_ROW, SINKS, TOKENS
+from ..kernels.segments import block_of
 from .base import LayerStorage
 from .head_pages import HeadPages
-from .paged import GROUP, PAGE, RowPages, block_of
+from .paged import GROUP, PAGE, RowPages
 
 
 class Storage(LayerStorage):

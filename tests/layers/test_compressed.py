@@ -11,10 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qkvcache.attention import CompressedKV
-from qkvcache.kernels import attend
+from qkvcache.kernels import attend, segments
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.snapshot import snapshot
-from qkvcache.storage import paged
 from tests.matrix import COVER
 from tests.matrix import FORMATS as REGISTRY
 from tests.tolerance import same_decoded
@@ -315,7 +314,7 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("format", ["identity", "int8_asymmetric", "int4", "nvfp4", "turboquant_4bit_nc", "turboquant_3bit_nc"])
 def test_a_step_decodes_no_more_than_a_block(format, monkeypatch):
-    monkeypatch.setattr(paged, "BLOCK", 2**17)
+    monkeypatch.setattr(segments, "BLOCK_ELEMENTS", 2**17)
     layer = CompressedLayer(REGISTRY[format])
     layer.update(*new(8192, rows=1, dtype=torch.bfloat16))
     key, _ = layer.update(*new(1, rows=1, dtype=torch.bfloat16))
@@ -323,17 +322,17 @@ def test_a_step_decodes_no_more_than_a_block(format, monkeypatch):
     attend(query, key.attention_inputs)  # makes the tables that are made once
     with Allocations() as step:
         attend(query, key.attention_inputs)
-    block = paged.BLOCK * 4
+    block = segments.BLOCK_ELEMENTS * 4
     assert block / 2 <= step.largest <= block
     assert step.peak <= 4 * block < 8192 * HEADS * (DIM + VALUE_DIM) * 4 / 2
 
 
 def test_an_update_encodes_no_more_than_a_block_at_a_time(monkeypatch):
-    monkeypatch.setattr(paged, "BLOCK", 2**17)
+    monkeypatch.setattr(segments, "BLOCK_ELEMENTS", 2**17)
     layer, given = CompressedLayer(REGISTRY["turboquant_4bit_nc"]), new(8192, rows=1, dtype=torch.bfloat16)
     with Allocations() as step:
         layer.update(*given)
-    assert step.largest <= paged.BLOCK * 8  # norms in float64
+    assert step.largest <= segments.BLOCK_ELEMENTS * 8  # norms in float64
 
 
 # tokens on their way from host memory
