@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..formats.base import Codec, Codes, affine
 from .attend import MASKED_BELOW, Options, apply_mask, scores
-from .segments import CODECS, AttentionInputs, Exact, KeysOrValues, Packed, Pair, block_of, names, number, pv
+from .segments import CODECS, AttentionInputs, Exact, KeysOrValues, Packed, Pair, Segment, block_of, names, number, pv
 
 COLUMNS = BEGIN, SINK_ROW, RING_ROW, SINKS, RING_START, RING_TOKENS, LENGTH, TOKENS = range(8)
 """Columns of `PagedInputs.rows`."""
@@ -455,7 +455,7 @@ def paged_side(inputs: PagedInputs, side: int) -> tuple[KeysOrValues, Tensor]:
         column = inputs.columns(places)[:, :1, :, None]
         first = first.masked_fill(column[:, :, : first.shape[2]] < 0, 0)
         ring = ring.masked_fill(column[:, :, column.shape[2] - ring.shape[2] :] < 0, 0)
-    segments = Exact(first), *_blocks(pages.codecs[side], codes, inputs.slots[1], ring), Exact(ring)
+    segments: list[Segment] = [Exact(first), *_blocks(pages.codecs[side], codes, inputs.slots[1], ring), Exact(ring)]
     return KeysOrValues.of(segments, (*ring.shape[:2], sum(inputs.slots), ring.shape[3]), ring.dtype, ring.device), places
 
 

@@ -25,7 +25,7 @@ def test_a_signature_lists_every_option(kind):
 
 def test_type_checkers_know_the_same_options():
     assert typing.get_type_hints(FormatOptions).keys() == GENERAL.keys() - {"format"}
-    assert typing.get_type_hints(Options).keys() == GENERAL.keys() - {"format", "policy", "num_sink_tokens"}
+    assert typing.get_type_hints(Options).keys() == GENERAL.keys() - {"format", "policy", "num_sink_tokens", "attention_budget"}
 
 
 def test_an_editor_completes_options_of_a_named_cache():

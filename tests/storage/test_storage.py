@@ -9,7 +9,8 @@ from transformers import DynamicCache
 
 from qkvcache import CompressedCache
 from qkvcache.kernels.pages import LENGTH, TOKENS
-from qkvcache.storage import PAGE, Storage, block_of, storage
+from qkvcache.kernels.segments import block_of
+from qkvcache.storage import PAGE, Storage, storage
 from tests.matrix import FORMATS as REGISTRY
 from tests.seeds import SEED
 
