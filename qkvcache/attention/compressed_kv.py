@@ -265,11 +265,11 @@ def _refuse_in_place(name: str) -> None:
 
 @run_while_compiling
 def _warn_dense(what: str) -> None:
-    _warn_once(f"attention code calls {what!r} on compressed keys or values, which dequantizes the whole layer at each step")
+    warn_once(f"attention code calls {what!r} on compressed keys or values, which dequantizes the whole layer at each step")
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=5)
 
 

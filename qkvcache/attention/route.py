@@ -30,7 +30,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from ..kernels import AttentionInputs, attends_in_tiles, on_triton
 from ..kernels.attend_chunked import CHUNK_BYTES, attend_chunked, cudnn_pays, supports
 from .again import notice_again
-from .compressed_kv import CompressedKV, as_the_model_has_them, of_one_update
+from .compressed_kv import CompressedKV, as_the_model_has_them, of_one_update, warn_once
 from .full import full_attention
 from .latents import ExpandedKV, restore
 from .masks import Padding, kernel_options, padding_columns, visible
@@ -155,6 +155,8 @@ def route(
     if kwargs.get("position_bias") is not None:
         kwargs["position_bias"] = kwargs["position_bias"][..., :tokens]  # as above
     if "eager" in implementation:
+        if not torch.compiler.is_compiling():
+            _warn_of_budget(key.attention_inputs)
         key, value = (x.dense() if torch.compiler.is_compiling() else x for x in (key.seen(), value.seen()))
         return stock(module, query, key, value, mask, *args, **kwargs)
     options, shown, causal, padding = kernel_options(implementation, query, kwargs), None, False, Padding(False)

@@ -61,12 +61,6 @@ each are nearly evenly spaced; levels that are need no table."""
 
 
 @functools.cache
-def upper_levels() -> tuple[float, ...]:
-    """The levels of the upper two bits of a code of 4 bits, ascending."""
-    return tuple((n + 0.5) * UPPER * GRID[4][0] for n in grid_steps((0, 1)))
-
-
-@functools.cache
 def midpoints(bits: int) -> tuple[float, ...]:
     """The midpoints between neighbouring levels, ascending."""
     levels = LLOYD_MAX[bits]

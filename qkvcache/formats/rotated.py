@@ -58,8 +58,8 @@ class Rotated(Codec):
 
 @dataclass(frozen=True)
 class UpperHalves(Codec):
-    """The upper halves of the codes of `Rotated(4)`, read alone: each stands for its four levels (`codebooks.UPPER`). Half of the bytes of a code
-    tell which keys a query matches nearly as well as all of them (the error of a score has the size of that of `Rotated(2)`)."""
+    """The upper halves of the codes of `Rotated(4)`, read alone: each stands for its four levels (`codebooks.UPPER`). Half of the bytes
+    of a code tell which keys a query matches nearly as well as all of them (the error of a score has the size of that of `Rotated(2)`)."""
 
     rotation: Hadamard | None = Hadamard()
 

@@ -156,7 +156,7 @@ def test_differential_attention(attention):
 def test_dequantizing_changed_values_is_told(changing):
     network, modules = changing
     modules[0].change = CHANGES["values scaled"]
-    compressed_kv._warn_once.cache_clear()
+    compressed_kv.warn_once.cache_clear()
     with pytest.warns(UserWarning, match=SLOW):
         list(steps(network, CompressedCache(network.config, format="int8", **ZONES["zones"]), MODE))
 

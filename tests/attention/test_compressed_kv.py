@@ -129,7 +129,7 @@ def test_any_other_use_is_dense_and_right(handles, use):
 
 @pytest.mark.parametrize("use", ["method", "function", "matmul of other shapes", "times a number", "arithmetic"])
 def test_slow_use_is_told_once(handles, use, recwarn):
-    compressed_kv._warn_once.cache_clear()
+    compressed_kv.warn_once.cache_clear()
     for _ in range(3):
         OTHERS[use](handles[0])
     told = [str(warning.message) for warning in recwarn]

@@ -9,6 +9,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import sdpa_mask
 
 from qkvcache import CompressedCache, TurboQuantCache, policies
+from qkvcache.attention.compressed_kv import warn_once
 from qkvcache.kernels.pages import BLOCK
 from qkvcache.kernels.select_blocks import MOST_QUERIES
 from tests.matrix import model
@@ -129,3 +130,11 @@ def test_wrong_budgets_are_refused(options, error, message):
 def test_latents_with_a_budget_are_refused():
     with pytest.raises(NotImplementedError, match="attention_budget=64 on deepseek_v3"):
         CompressedCache(model("deepseek_v3").config, format="int8", attention_budget=64)
+
+
+def test_eager_attention_warns_that_it_reads_everything():
+    network = model("llama", "eager")
+    warn_once.cache_clear()
+    cache = CompressedCache(network.config, format="int8", attention_budget=BUDGET, **ZONE)
+    with pytest.warns(UserWarning, match="attention_budget with eager attention"):
+        run(network, cache, prompt(length=150))

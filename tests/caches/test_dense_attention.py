@@ -103,7 +103,7 @@ def test_a_mask_that_is_not_known_is_refused():
 
 
 def test_dequantizing_is_told_once_a_process(recwarn):
-    compressed_kv._warn_once.cache_clear()
+    compressed_kv.warn_once.cache_clear()
     network = model("jetmoe")
     for _ in range(2):
         logits(network, make(network, "int8"), prompt())

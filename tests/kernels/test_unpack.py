@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkvcache.formats.codebooks import GRID, grid_levels, upper_levels
+from qkvcache.formats.codebooks import GRID, UPPER, grid_levels
 from qkvcache.formats.fp8 import VALUES
 from qkvcache.formats.int4 import GroupInt4, HiddenZeroInt4
 from qkvcache.formats.nvfp4 import BlockFP4
@@ -135,7 +135,11 @@ def test_three_bits(codec, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("codec", "values"), [(Rotated(2), grid_levels(2)), (Rotated(4).coarse, upper_levels())], ids=["two", "upper"])
+@pytest.mark.parametrize(
+    ("codec", "values"),
+    [(Rotated(2), grid_levels(2)), (Rotated(4).coarse, [(n - 1.5) * UPPER * GRID[4][0] for n in range(4)])],
+    ids=["two", "upper"],
+)
 def test_two_bits(codec, values, arch):
     numbers = levels(codec, planes(codec.packed_layout.kind, 8, ALL_WORDS, arch))
     table = torch.tensor(values, device=DEVICE)
