@@ -184,6 +184,13 @@ def route(
     return out.transpose(1, 2).contiguous(), None
 
 
+def _warn_of_budget(attention_inputs: AttentionInputs) -> None:
+    """Warns once that eager attention exceeds the attention budget of these inputs."""
+    paged = attention_inputs.paged
+    if paged is not None and paged.budget is not None and paged.budget.tokens < paged.max_length:
+        warn_once("attention_budget with eager attention: it reads all tokens; use another implementation, such as sdpa")
+
+
 @uncompiled("codes in storage that grows: graphs of them would be made again for each shape that it takes")
 def _route_uncompiled(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     return route(*args, **kwargs)
