@@ -92,7 +92,7 @@ def tables(rows: list[dict]) -> Iterator[Table]:
                 us = [f"{row[key]:.0f}" for key in ("sdpa_us", "all_us", "scores_us", "choice_us", "whole_us")]
                 gains = [f"{row[key] / row['whole_us']:.2f}" for key in ("all_us", "sdpa_us")]
                 lines.append([f"{row['rows']} x {row['tokens']:,}", f"`{row['format']}`", f"{row['budget']:,}", *us, *gains])
-        yield Table(f"{name}:", heads, lines)
+        yield Table(heads, lines, f"{name}:")
 
 
 def main(arguments: list[str] | None = None) -> None:
