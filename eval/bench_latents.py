@@ -177,7 +177,9 @@ def indexed_step(tiny: bool, cache_name: str, tokens: int) -> dict:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     cache = DynamicCache(config=config) if cache_name == STOCK else CompressedCache(config, format=format)
-    cache.update(*(torch.randn(1, 1, tokens, dim) for dim in (config.kv_lora_rank, config.qk_rope_head_dim)), 0)
+    probe = DynamicCache(config=config)
+    model(torch.tensor([[5]]), past_key_values=probe)
+    cache.update(*(torch.randn(1, x.shape[1], tokens, x.shape[3]) for x in (probe.layers[0].keys, probe.layers[0].values)), 0)
     cache.update_indexer(torch.randn(1, tokens, config.index_head_dim), 0)
     layer = cache.layers[0]
     held = (layer.keys, layer.values, layer.indexer_keys) if cache_name == STOCK else (x for _, x in layer.tensors())

@@ -261,6 +261,8 @@ def snapshot_cache(
     into = template.layers()
     if len(into) != len(cache.layers):
         raise NotImplementedError(f"a cache of {len(cache.layers)} layers for a model of {len(into)}: make it with the model's config")
+    if hasattr(cache, "position_ids"):  # Qwen4's model sets it in older releases of transformers
+        raise NotImplementedError("a cache with positions beside its layers: install a release of transformers that keeps them in a layer")
     layers: list[HostSnapshot] = []
     released, left = release.layers() if release else [], max_bytes - len(key)
     for i, (layer, empty) in enumerate(zip(list(cache.layers), into, strict=True)):

@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from families_models import build
 from transformers import DynamicCache
-from transformers.cache_utils import LinearAttentionLayer
+from transformers.cache_utils import DynamicIndexedLayer, LinearAttentionLayer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from qkvcache import CompressedCache, H2OCache, PrefixStore, TurboQuantCache
@@ -148,14 +148,16 @@ def test_other_uses_are_refused_by_name():
 def test_every_tensor_of_the_indexer_moves_with_its_rows(name):
     """Positions, and what an indexer stores beside keys, which stays exact."""
     network = family(name)
+    if name == "qwen4_exp_text" and not hasattr(DynamicIndexedLayer(), "indexer_position_ids"):
+        pytest.skip("this transformers keeps positions beside the layers, and does not reorder them")
     ids, order = tokens(network, 70), torch.tensor([1, 0, 1])
     caches = [kind(network.config) for kind in (lambda c: CompressedCache(c, format="int8"), lambda c: DynamicCache(config=c))]
     for cache in caches:
         read(network, cache, ids, (60, 1))
         cache.reorder_cache(order)
         read(network, cache, ids[order, 61:], (1,))
-    ours, theirs = (next(x for x in cache.layers if hasattr(x, "indexer_position_ids")) for cache in caches)
-    if theirs.indexer_position_ids is not None:
+    ours, theirs = (next(x for x in cache.layers if isinstance(x, IndexedLayer | DynamicIndexedLayer)) for cache in caches)
+    if ours.indexer_position_ids is not None:
         assert torch.equal(ours.indexer_position_ids, theirs.indexer_position_ids)
     exact = name == "glm5_next"
     assert_close(ours.dense_indexer(), theirs.indexer_keys, of_model(network, 70) if exact else 2e-2)
