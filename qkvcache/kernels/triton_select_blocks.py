@@ -14,7 +14,7 @@ from torch import Tensor
 from ..formats.base import PackedLayout
 from .fused import Call, architecture
 from .pages import BLOCK, WHOLE, PagedInputs, PageOptions, Selection
-from .triton_attend import entry_of, head_of, key_scores, page_of, query_planes, words_of_tile
+from .triton_attend import _hides, entry_of, head_of, key_scores, page_of, query_planes, words_of_tile
 from .triton_math import MASKED_SCORE, exp2, log2
 
 TILE, PROGRAMS = 64, 20
@@ -80,8 +80,10 @@ def score_blocks_kernel(
         if K.centered:
             mean += b * mean_strides[0] + h * mean_strides[1]
         q = query_planes(K, KW, KT, D, G, TURN, ARCH, SOFTCAP, region_query, q_rows, live, rotation, signs, mean, scaling)
+        hides = True
         if MASK == "row":
             mask += b * mask_b
+            hides = _hides(mask, row_sinks + low, row_sinks + high, mask_t)
         visible = mask, b * mask_b + head * mask_h + number * mask_q, mask_t, 0, softcap
         t = tl.arange(0, T)
         i = tl.arange(0, T // BLOCK)
@@ -96,7 +98,7 @@ def score_blocks_kernel(
             place = token + t
             valid = place < high
             column = row_sinks + tl.minimum(place, high - 1)
-            s = key_scores(K, D, K_ONCE, SOFTCAP, MASK, ARCH, q, (codes, bits, shifts + same), scales, valid, visible, True, column)
+            s = key_scores(K, D, K_ONCE, SOFTCAP, MASK, ARCH, q, (codes, bits, shifts + same), scales, valid, visible, hides, column)
             s = tl.where(valid[:, None], s, MASKED_SCORE)
             s = tl.reshape(s, [T // BLOCK, BLOCK, R])
             top = tl.max(s, 1)
