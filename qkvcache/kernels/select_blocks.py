@@ -21,7 +21,7 @@ from .segments import Packed, scores_of_levels
 
 MOST_QUERIES = 16
 """The most queries that share a choice; more read all tokens."""
-LEAST_SKIPPED = 2**20
+LEAST_SKIPPED = 2**19
 """The fewest vectors, tokens times KV heads of all rows, that must be left out so that a GPU gains by it."""
 
 
