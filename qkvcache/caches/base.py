@@ -141,7 +141,7 @@ class CompressedCache(DynamicCache):
         self._latents = absorb(config) if known else None  # type: ignore[arg-type]
         self._exact: frozenset[int] = frozenset()
         """Full-attention layers that are uncompressed layers of this library."""
-        self._attention_budget = budget_of(attention_budget)
+        self.attention_budget, self._attention_budget = attention_budget, budget_of(attention_budget)
         if self._attention_budget is not None:
             self._check_budget(attention_budget)
         if self.policy is not None:
@@ -494,8 +494,9 @@ class CompressedCache(DynamicCache):
         evicting = sum(isinstance(layer, EvictingLayer) and i not in self._exact for i, layer in enumerate(self.layers))
         zones = ", ".join(f"{name}={value}" for name, value in self._layer_options.items())
         policy = f"policy={self.policy}, " if self.policy else ""
+        budget = "" if self.attention_budget is None else f"attention_budget={self.attention_budget}, "
         return (
-            f"{type(self).__name__}(format={self.format.name}, {policy}{zones}, layers={compressed} of {len(self.layers)} compressed"
+            f"{type(self).__name__}(format={self.format.name}, {policy}{budget}{zones}, layers={compressed} of {len(self.layers)} compressed"
             f"{f', {evicting} evicting' * bool(self.policy)}, tokens={tokens}, bytes={memory.total:,}, ratio={memory.ratio:.2f})"
         )
 

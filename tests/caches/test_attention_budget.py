@@ -74,6 +74,10 @@ def test_a_budget_changes_nothing_until_it_is_exceeded():
     assert not torch.equal(logits[2], expected)
 
 
+def test_a_cache_tells_its_budget():
+    assert "attention_budget=0.125" in repr(TurboQuantCache(model("llama").config, attention_budget=0.125))
+
+
 @pytest.mark.parametrize("length", [None, 256], ids=["growing", "preallocated"])
 def test_compiled_steps(length):
     network, ids = model("llama"), torch.randint(3, 60, (2, 150))
