@@ -496,7 +496,8 @@ class CompressedCache(DynamicCache):
         policy = f"policy={self.policy}, " if self.policy else ""
         budget = "" if self.attention_budget is None else f"attention_budget={self.attention_budget}, "
         return (
-            f"{type(self).__name__}(format={self.format.name}, {policy}{budget}{zones}, layers={compressed} of {len(self.layers)} compressed"
+            f"{type(self).__name__}(format={self.format.name}, {policy}{budget}{zones}, "
+            f"layers={compressed} of {len(self.layers)} compressed"
             f"{f', {evicting} evicting' * bool(self.policy)}, tokens={tokens}, bytes={memory.total:,}, ratio={memory.ratio:.2f})"
         )
 
