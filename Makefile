@@ -65,6 +65,7 @@ pictures: $(VENV)/installed
 	$(BIN)/python eval/bench_turns.py --plot
 	$(BIN)/python eval/bench_batching.py --plot
 	$(BIN)/python eval/policies.py --model smollm2 --plot
+	$(BIN)/python eval/attention_budget.py --plot
 
 # The notebooks again, with their outputs.
 notebooks: $(VENV)/installed
