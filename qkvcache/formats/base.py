@@ -114,7 +114,7 @@ class PackedLayout:
 
     @property
     def upper(self) -> PackedLayout | None:
-        """The layout of the upper halves of codes alone, codes of two bits to kernels; None if they have no plane of their own."""
+        """The layout of the upper halves of codes alone, which kernels read as keys; None if they have no plane of their own."""
         return replace(self, kind="int2", planes=("high", "", self.planes[2]), writable=False) if self.kind == "lut4" else None
 
 

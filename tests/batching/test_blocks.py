@@ -176,7 +176,7 @@ def test_a_thousand_requests_with_cancels_and_preemptions():
                     cancelled.add(str(draw.randint(0, i)))
             for name in cancelled:
                 manager.cancel_request(name)
-            found = collect(manager, [name for name in wanted if name not in cancelled], 120)
+            found = collect(manager, [name for name in wanted if name not in cancelled])
             while manager.batch_processor.has_pending_requests():
                 time.sleep(0.01)
             assert_nothing_is_left(manager)

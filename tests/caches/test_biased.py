@@ -89,7 +89,7 @@ NAMED_CACHES = {
     "int4": lambda config, **options: QuantizedPerTokenCache(config, dtype="int4", **options),
     "nvfp4_mse": NVFP4Cache,
     "turboquant_4bit_nc": TurboQuantCache,
-    "hadaquant_k4v4": HadaQuantCache,
+    "hadaquant_k4v3": HadaQuantCache,
 }
 
 

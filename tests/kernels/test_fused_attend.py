@@ -158,7 +158,7 @@ class Means(Format):
 
 @dataclass(frozen=True)
 class Coarse(Format):
-    """Keys and values by the upper halves of their codes."""
+    """Keys by the upper halves of their codes."""
 
     of: str
 
@@ -167,7 +167,7 @@ class Coarse(Format):
         return f"upper halves of {self.of}"
 
     def codecs(self) -> tuple[Codec, Codec]:
-        return REGISTRY[self.of].key.coarse, REGISTRY[self.of].value.coarse
+        return REGISTRY[self.of].key.coarse, REGISTRY[self.of].value
 
 
 @pytest.mark.parametrize("dim", [64, 128])
