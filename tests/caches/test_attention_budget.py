@@ -98,7 +98,7 @@ def test_compiled_steps(length):
 
 @pytest.mark.parametrize("change", ["fork", "reorder"])
 def test_caches_that_change_their_rows(change):
-    """As a cache that saw the same rows."""
+    """They answer as a cache that saw the same rows."""
     network, ids = model("llama"), torch.randint(3, 60, (2, 150))
     cache, fresh = (CompressedCache(network.config, format="int8", attention_budget=BUDGET, **ZONE) for _ in range(2))
     with torch.no_grad():

@@ -45,7 +45,7 @@ def test_halves_come_back(values):
     assert packing.lookup({"codes": packed["high"]}, 2, tuple(range(4))).tolist() == [value >> 2 for value in values]
     e = torch.arange(2)
     high, low = ((byte.int()[:, None] >> 4 * e & 15).flatten() for byte in (packed["high"], packed["low"]))
-    # What kernels select from nibbles of both planes.
+    # Kernels select these bits from nibbles of both planes.
     assert (high & 12 | low & 3).tolist() == values[1::2]
     assert (high & 3 | low & 12).tolist() == [(value & 3) << 2 | value >> 2 for value in values[0::2]]
 

@@ -72,7 +72,7 @@ def test_the_weight_of_a_block(masked):
 
 @pytest.mark.parametrize(("tokens", "share"), [(1, 0), (2 * BLOCK, 0), (BLOCK, WHOLE // 2), (10**6, 0)])
 def test_the_largest_weights_are_chosen(tokens, share):
-    """As many blocks as the budget allows each row, in ascending order, with the entries of their pages."""
+    """Each row reads as many blocks as the budget allows, in ascending order, with the entries of their pages."""
     inputs = inputs_of("int8", tokens, share)
     weights = torch.rand(4, 2, -(-inputs.max_length // BLOCK))
     selection = choose_blocks(weights, inputs, inputs.pages.lengths)
@@ -91,7 +91,7 @@ def test_the_largest_weights_are_chosen(tokens, share):
 
 @pytest.mark.parametrize("queries", [1, 3])
 def test_attention_reads_the_chosen_blocks_alone(queries):
-    """As if a mask hid all other quantized tokens."""
+    """The output is that under a mask which hides all other quantized tokens."""
     inputs = inputs_of("turboquant_4bit_nc")
     query = queries_like(inputs, queries)
     selection = select_blocks(query, inputs)

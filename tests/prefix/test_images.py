@@ -57,7 +57,7 @@ def answer(given, past):
 
 @pytest.mark.parametrize("policy", [None, policies.SlidingWindow(window_length=64)], ids=["all tokens", "evicting"])
 def test_prompts_with_images_go_on_from_the_text_before(policy):
-    """Of two prompts whose ids are the same, each sees its own image; a text is not at the positions of an earlier prompt's image."""
+    """Each of two prompts with the same ids sees its own image; a text is not at the positions of an earlier prompt's image."""
     kept, text = PrefixStore(network(), max_bytes=2**24, format="identity", policy=policy, **ZONES), words(30)
     for given, found in ((prompt(text, image=1), 0), (prompt(text, image=2), 30), (prompt(text), 30), (prompt(text, image=1), 30)):
         expected = answer(given, DynamicCache(config=network().config))
