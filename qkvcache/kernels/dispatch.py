@@ -146,8 +146,7 @@ def observe_on_codes(
             return out, attention_sums
         if observed is None and selects(query, inputs):
             keys = [x for x in attention_inputs.key.segments if isinstance(x, Packed)]
-            chosen = replace(inputs, selection=selecting.select_blocks(query, inputs, mask, keys, **options))
-            out, _, attention_sums = paged.attend_pages(query, chosen, mask, **options)
+            out, _, attention_sums = _attend_pages(False, query, inputs, mask, keys, **options)
             return out, attention_sums
     return attend_observed(query, attention_inputs, mask, observed=observed, **options)
 
@@ -163,12 +162,20 @@ def attend_pages(
 
 
 def _attend_pages(
-    by_kernel: bool, query: Tensor, inputs: PagedInputs, mask: Tensor | None, **options: Unpack[PageOptions]
+    by_kernel: bool,
+    query: Tensor,
+    inputs: PagedInputs,
+    mask: Tensor | None,
+    keys: list[Packed] | None = None,
+    **options: Unpack[PageOptions],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend_pages` in eager code, over the blocks that are chosen, if the inputs have a budget."""
+    """`attend_pages` in eager code, over the blocks that are chosen, if the inputs have a budget. `keys`: as of `select_blocks`."""
     if options.get("observed") is None and selects(query, inputs):
-        kernels = _module("triton_select_blocks") if by_kernel else selecting
-        inputs = replace(inputs, selection=kernels.select_blocks(query, inputs, mask, **options))
+        if by_kernel:
+            selection = _module("triton_select_blocks").select_blocks(query, inputs, mask, **options)
+        else:
+            selection = selecting.select_blocks(query, inputs, mask, keys, **options)
+        inputs = replace(inputs, selection=selection)
     return (_module("fused") if by_kernel else paged).attend_pages(query, inputs, mask, **options)
 
 

@@ -50,8 +50,7 @@ def select_blocks(
         keys: the first `inputs.max_length` quantized keys of all rows, in order, if the caller has them; else they are gathered.
         others: options of attention that do not change the choice.
     """
-    weights, lengths = block_weights(query, inputs, mask, keys, scaling, softcap), _lengths(inputs)
-    return choose_blocks(weights, inputs, lengths)
+    return choose_blocks(block_weights(query, inputs, mask, keys, scaling, softcap), inputs)
 
 
 def block_weights(
@@ -96,13 +95,13 @@ def _masked(logits: Tensor, inputs: PagedInputs, mask: Tensor) -> Tensor:
     return (logits + mask).clamp_min(MASKED_SCORE)
 
 
-def choose_blocks(weights: Tensor, inputs: PagedInputs, lengths: Tensor | None) -> Selection:
-    """The blocks of the largest `weights` `[B, H, N]`, of rows with `lengths` tokens `[B]` (None: `max_length`); of equal ones,
-    the first."""
+def choose_blocks(weights: Tensor, inputs: PagedInputs) -> Selection:
+    """The blocks of the largest `weights` `[B, H, N]`; of equal ones, the first."""
     pages, budget, tokens = inputs.pages, inputs.budget, inputs.max_length
     batch, heads, blocks = weights.shape
     room = budget.blocks(blocks)  # type: ignore[union-attr]
-    lengths = torch.full((batch,), tokens, device=weights.device) if lengths is None else lengths.clamp_max(tokens).long()
+    known = _lengths(inputs)
+    lengths = torch.full((batch,), tokens, device=weights.device) if known is None else known.clamp_max(tokens).long()
     stored = (lengths + BLOCK - 1) // BLOCK
     read = ((budget.share * stored + WHOLE - 1) // WHOLE).clamp_min(-(-budget.tokens // BLOCK)).minimum(stored)  # type: ignore[union-attr]
     exists = torch.arange(blocks, device=weights.device) < stored[:, None, None]

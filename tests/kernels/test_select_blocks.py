@@ -75,7 +75,7 @@ def test_the_largest_weights_are_chosen(tokens, share):
     """Each row reads as many blocks as the budget allows, in ascending order, with the entries of their pages."""
     inputs = inputs_of("int8", tokens, share)
     weights = torch.rand(4, 2, -(-inputs.max_length // BLOCK))
-    selection = choose_blocks(weights, inputs, inputs.pages.lengths)
+    selection = choose_blocks(weights, inputs)
     for b, length in enumerate(LENGTHS):
         stored = -(-length // BLOCK)
         count = min(max(-(-tokens // BLOCK), -(-share * stored // WHOLE)), stored)
