@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 MODEL = "'demo', 'smollm2', a model's folder, a .gguf file, or its name on the Hub."
 Budget = Annotated[float | None, typer.Option(help="Tokens that the policy retains: a number from 1 on, or a share such as 0.5.")]
+AttentionBudget = Annotated[
+    float | None, typer.Option(help="Tokens that each query reads of those that are kept: a number from 1 on, or a share such as 0.125.")
+]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: a GPU if there is one.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]
 
@@ -102,12 +105,12 @@ def device_of(name: str | None) -> torch.device:
         raise typer.BadParameter(str(error), param_hint="--device") from error
 
 
-def budget_of(value: float | None) -> int | float | None:
+def budget_of(value: float | None, option: str = "--budget") -> int | float | None:
     """A whole number of tokens, or a share between 0 and 1."""
     if value is None or 0 < value < 1:
         return value
     if not value.is_integer():
-        raise typer.BadParameter(f"{value:g}: expected a whole number of tokens, or a share between 0 and 1", param_hint="--budget")
+        raise typer.BadParameter(f"{value:g}: expected a whole number of tokens, or a share between 0 and 1", param_hint=option)
     return int(value)
 
 

@@ -83,13 +83,14 @@ def test_wrong_input_is_explained(arguments, says):
 @pytest.fixture
 def small_demo(monkeypatch):
     monkeypatch.setattr(show, "FORMATS", ("turboquant_4bit_nc",))
-    monkeypatch.setattr(show, "POLICIES", {"fp8 + H2O 50 %": H2O(budget=0.5)})
+    monkeypatch.setattr(show, "LATER", {})
+    monkeypatch.setattr(show, "OTHERS", {"4 bits + H2O 50 %": {"policy": H2O(budget=0.5)}})
     monkeypatch.setattr(show, "SIZES", {"demo": show.Size(400, 8, 2, CODE_WORD, bare=True)})
     monkeypatch.setattr(show, "REAL", show.Size(300, 8, 2, NUMBER, bare=False))
 
 
 def test_demo_prints_the_answer_and_the_table(small_demo, monkeypatch):
-    monkeypatch.setattr(show, "POLICIES", {})
+    monkeypatch.setattr(show, "OTHERS", {})
     result = run("demo", "--dtype", "float32")
     assert result.exit_code == 0, result.output
     assert "The code word of" in result.stdout
@@ -100,7 +101,7 @@ def test_demo_prints_the_answer_and_the_table(small_demo, monkeypatch):
 def test_demo_json_has_a_row_for_each_cache(small_demo):
     rows = json.loads(run("demo", "--dtype", "float32", "--json").stdout)
     assert [(row["cache"], row["exact"]) for row in rows] == [
-        ("DynamicCache", "all"), ("turboquant_4bit_nc", "4 + 64"), ("turboquant_4bit_nc", "none"), ("fp8 + H2O 50 %", "4 + 64")
+        ("DynamicCache", "all"), ("turboquant_4bit_nc", "4 + 64"), ("turboquant_4bit_nc", "none"), ("4 bits + H2O 50 %", "4 + 64")
     ]  # fmt: skip
     dense, zones, bare, evicted = rows
     assert evicted["bytes_per_token"] < 0.7 * dense["bytes_per_token"] and evicted["kl"] > 0

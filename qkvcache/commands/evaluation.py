@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ..options import (
     MODEL,
+    AttentionBudget,
     Budget,
     Device,
     JsonOption,
@@ -56,6 +57,7 @@ def bench(
     formats: Annotated[str, typer.Option(help="With commas, as `qkvcache formats` lists them, or 'all'.")] = USUAL,
     policy: Annotated[str | None, typer.Option(help="Eviction policy of every cache but the dense one: h2o, keydiff and others.")] = None,
     budget: Budget = None,
+    attention_budget: AttentionBudget = None,
     tokens: Annotated[int, typer.Option(help="Tokens of the prompt.", min=2)] = 2000,
     batch: Annotated[int, typer.Option(help="Prompts that run together.", min=1)] = 1,
     new_tokens: Annotated[int, typer.Option(help="Tokens that are generated.", min=8)] = 32,
@@ -75,10 +77,11 @@ def bench(
     from ..formats import REGISTRY
 
     path, computes_in, on, size = model_of(model), dtype_of(dtype), device_of(device), budget_of(budget)
+    read = budget_of(attention_budget, "--attention-budget")
     names = [name for name in REGISTRY if name != "identity"] if formats == "all" else formats.split(",")
     longest = tokens + new_tokens if preallocate else None
     with refusals():
-        specs = [CacheSpec(cache=name, policy=policy, budget=size, max_length=longest) for name in names]
+        specs = [CacheSpec(cache=name, policy=policy, budget=size, max_length=longest, attention_budget=read) for name in names]
         quiet()
         network, tokenizer = models.load(path, computes_in, on)
         ids = tokenizer(demo.text(), verbose=False)["input_ids"]

@@ -23,11 +23,11 @@ from transformers.cache_utils import Cache
 
 from .. import CompressedCache
 from ..evaluation.quality import Passages, RecallSet, divergence, recall
-from ..evaluation.recall import CODE_WORD, NUMBER, Form, recall_case
+from ..evaluation.recall import CODE_WORD, NUMBER, Form, RecallCase, recall_case
 from ..evaluation.speed import Clock
 from ..models import load
 from ..options import table
-from ..policies import H2O, KeyDiff, Policy
+from ..policies import KeyDiff, SnapKV
 from ..progress import progress, track
 from . import text_ids
 
@@ -35,7 +35,14 @@ FORMATS = (
     "int8", "fp8", "turboquant_k8v4", "turboquant_4bit_nc", "int4", "nvfp4_mse", "hadaquant_k4v3", "hadaquant_k3v3", "turboquant_3bit_nc"
 )  # fmt: skip
 STREAMED = "turboquant_4bit_nc"
-POLICIES: dict[str, Policy] = {"fp8 + H2O 50 %": H2O(budget=0.5), "fp8 + KeyDiff 50 %": KeyDiff(budget=0.5)}
+OTHERS: dict[str, dict[str, Any]] = {
+    "4 bits + KeyDiff 50 %": {"policy": KeyDiff(budget=0.5)},
+    "4 bits + SnapKV, 256": {"policy": SnapKV(budget=256)},
+    "4 bits, 256 read": {"attention_budget": 256},
+}
+"""Caches in STREAMED's format that evict, or read few tokens."""
+LATER = {"4 bits, 256 tokens read a step": "4 bits, 256 read", "4 bits, 256 tokens kept by SnapKV": "4 bits + SnapKV, 256"}
+"""Caches of OTHERS that are asked after they have read a context, as they are printed."""
 NEW_TOKENS = 16
 BARE: dict[str, Any] = {"num_sink_tokens": 0, "residual_length": 0}
 """Options with which no token stays exact."""
@@ -69,7 +76,7 @@ def run(
 ) -> list[dict]:
     """The rows of the table for the model called `name`, dense first. `exact` is `num_sink_tokens + residual_length`,
     `recall` the share of correct cases. Streams text to `console` if given. `formats`: only these; None: `FORMATS` and
-    `POLICIES`."""
+    `OTHERS`."""
     model, tokenizer = load(name, dtype, device)
     size = SIZES.get(name, REAL)
     ids = text_ids(tokenizer)
@@ -81,6 +88,10 @@ def run(
         console.print(f"[bold]A prompt of {prompt.shape[1]:,} tokens, with a code word 40 % into it:[/bold] … {asked}?")
         console.print(f"[bold]{STREAMED}:[/bold] {begun}", end="")
         generate(model, tokenizer, prompt, CompressedCache(model.config, format=STREAMED), TextStreamer(tokenizer, skip_prompt=True))
+        console.print("[bold]The same question, asked after the context had been compressed:[/bold]")
+        for label, kind in LATER.items():
+            cache = CompressedCache(model.config, format=STREAMED, **OTHERS[kind])
+            console.print(f"[bold]{label}:[/bold]{ask_later(model, tokenizer, case, cache)}", highlight=False)
         console.print()
     begin = len(ids) // 2
     window = torch.tensor(ids[begin : begin + 2 * (size.context + size.read_on)], device=model.device).view(2, -1)
@@ -113,12 +124,12 @@ def table_of(rows: list[dict], name: str = "demo") -> Table:
     """The table of the model called `name`."""
     size = SIZES.get(name, REAL)
     grid = table(
-        ("cache", "exact", "bytes/token", "smaller", "KL", "perplexity", "recall", "tokens/s"),
+        ("cache", "exact", "bytes/token", "smaller", "KL", "ppl", "recall", "tok/s"),
         left=("cache", "exact"),
         title=f"{name}, {size.context:,} tokens of context",
         caption="exact: tokens at beginning + end kept in the model's dtype (none: the format as its authors define it). "
-        f"KL and perplexity: 2 x {size.read_on - 1} tokens read on through the cache, against the dense run. "
-        f"recall: {size.recalls} facts, each among three others, question unseen at compression. tokens/s: decode, this machine.",
+        f"KL, ppl (perplexity): 2 x {size.read_on - 1} tokens read on through the cache, against the dense run. "
+        f"recall: {size.recalls} facts, each among three others, question unseen at compression. tok/s: decode, this machine.",
     )
     for row in rows:
         grid.add_row(
@@ -139,10 +150,20 @@ def generate(
     return str(tokenizer.decode(ids[0, prompt.shape[1] :])), (len(clock.times) - 2) / (clock.times[-1] - clock.times[1])
 
 
+def ask_later(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: RecallCase, cache: Cache) -> str:
+    """The answer to a question that follows when the cache has read the context, with a token of the question a step."""
+    context, prompt = (tokenizer(x, return_tensors="pt")["input_ids"].to(model.device) for x in (case.context, case.prompt))
+    with torch.no_grad():
+        model(context, past_key_values=cache, logits_to_keep=1)
+    options = {"attention_mask": torch.ones_like(prompt), "prefill_chunk_size": 1, "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    out = model.generate(prompt, past_key_values=cache, **options)  # type: ignore[operator]
+    return str(tokenizer.decode(out[0, prompt.shape[1] :])).split(".")[0]
+
+
 def _caches(config: PreTrainedConfig, bare: bool, formats: Sequence[str] | None) -> Iterator[tuple[str, str, Callable[[], Cache]]]:
     yield "DynamicCache", "all", lambda: DynamicCache(config=config)
     for name in FORMATS if formats is None else formats:
         for zones in (True, False) if bare else (True,):
             yield name, "4 + 64" if zones else "none", functools.partial(CompressedCache, config, format=name, **({} if zones else BARE))
-    for name, policy in POLICIES.items() if formats is None else ():
-        yield name, "4 + 64", functools.partial(CompressedCache, config, format="fp8", policy=policy)
+    for name, options in OTHERS.items() if formats is None else ():
+        yield name, "4 + 64", functools.partial(CompressedCache, config, format=STREAMED, **options)

@@ -76,10 +76,11 @@ class CacheLM(HFLM):
         python -m qkvcache.evaluation run --model qkvcache --model_args pretrained=MODEL,cache=turboquant_4bit_nc --tasks TASKS
 
     Args:
-        cache, policy, budget, recent, head_profile, num_sink_tokens, residual_length: as `CacheSpec`
+        cache, policy, budget, recent, head_profile, num_sink_tokens, residual_length, attention_budget: as `CacheSpec`
             takes them.
         scoring: "cached" or "deployed" (see the module's docstring).
-        chunk: tokens that are read together after the context; they attend to each other exactly. 1 is decoding.
+        chunk: tokens that are read together after the context; they attend to each other exactly. 1 is decoding. None: 32, and 1 with an
+            attention budget, which holds for each token.
         **options: those of lm-eval's HFLM, `pretrained`, `dtype`, `batch_size`, `tp_plan`, `parallelize` among them; log-probabilities
             are computed in float32 unless `softmax_dtype` says otherwise.
 
@@ -88,10 +89,11 @@ class CacheLM(HFLM):
         NotImplementedError: an encoder-decoder model; beams with scoring="cached".
     """
 
-    def __init__(self, pretrained, *, scoring: str = "cached", chunk: int = 32, **options):
+    def __init__(self, pretrained, *, scoring: str = "cached", chunk: int | None = None, **options):
         _check_names(options)
         self.spec = CacheSpec(**{name: options.pop(name) for name in OF_CACHE & options.keys()})
         check_option("scoring", scoring, SCORING)
+        chunk = (32 if self.spec.attention_budget is None else 1) if chunk is None else chunk
         check_count("chunk", chunk, 1)
         size = options.get("batch_size", 1)
         if str(size).startswith("auto"):

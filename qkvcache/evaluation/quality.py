@@ -127,11 +127,11 @@ def at_once(cache: Cache) -> int:
     read one by one.
 
     The tokens of a step attend to each other exactly and to older tokens as stored, which makes no difference until the
-    residual is full. Caches that evict, are preallocated or quantize in another way change with every token.
+    residual is full. Caches that evict or are preallocated change with every token; with a budget each token chooses what it reads.
     """
     if not isinstance(cache, CompressedCache):
         return GROUP + 1 if isinstance(cache, DynamicCache) else 1
-    if cache.policy or cache.max_length:
+    if cache.policy or cache.max_length or cache.attention_budget is not None:
         return 1
     free = [layer.storage.free for layer in cache.layers if isinstance(layer, CompressedLayer) and layer.storage]
     return max(min(free, default=GROUP + 1), 1)
@@ -246,8 +246,12 @@ def recall(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cases: Re
     step = cases.question.expand(len(cases.cases), -1) if cases.first is None else cases.first
     longest = max(len(tokenizer(case.answer, add_special_tokens=False)["input_ids"]) for case in cases.cases)
     answers = [] if cases.first is None else [cases.first]
+    # A budget holds for each token of the question, too.
+    size = 1 if isinstance(cache, CompressedCache) and cache.attention_budget is not None else step.shape[1]
     while len(answers) <= longest:
-        step = model(step, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        for part in step.split(size, dim=1):
+            logits = model(part, past_key_values=cache, logits_to_keep=1).logits
+        step = logits[:, -1:].argmax(-1)
         answers.append(step)
     texts = tokenizer.batch_decode(torch.cat(answers, dim=1))
     return sum(bool(re.match(re.escape(case.answer) + r"(?!\w)", text)) for text, case in zip(texts, cases.cases, strict=True)) / len(texts)

@@ -13,6 +13,8 @@ from ..policies import check_count
 DENSE = "dynamic"
 OF_POLICY = ("budget", "recent", "head_profile")
 """Options that need a policy."""
+OF_ANY = ("residual_length", "max_length", "attention_budget")
+"""Options that CompressedCache takes under the same names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +30,7 @@ class CacheSpec:
         recent: as the policy takes it; None: its default.
         head_profile: the path of a profile of the model (`qkvcache profile-heads`), which divides the budget among heads.
         num_sink_tokens: first tokens that stay in the model's dtype and that the policy retains; None: 4, and the policy's default.
-        residual_length, max_length: as CompressedCache takes them.
+        residual_length, max_length, attention_budget: as CompressedCache takes them.
 
     Raises:
         ValueError: an unknown name, sizes that contradict each other, options that a DynamicCache does not have.
@@ -43,6 +45,7 @@ class CacheSpec:
     num_sink_tokens: int | None = None
     residual_length: int = 64
     max_length: int | None = None
+    attention_budget: int | float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.cache, str):
@@ -52,7 +55,7 @@ class CacheSpec:
             raise ValueError(f"{', '.join(of_policy)} without a policy: add one, such as policy=h2o")
         check_count("num_sink_tokens", self._exact)
         check_count("residual_length", self.residual_length)
-        ours = [name for name in ("policy", "max_length", "num_sink_tokens") if getattr(self, name) is not None]
+        ours = [name for name in ("policy", "max_length", "num_sink_tokens", "attention_budget") if getattr(self, name) is not None]
         ours += ["residual_length"] * (self.residual_length != 64)
         if not self.dense:
             formats.resolve(self.cache)
@@ -80,14 +83,14 @@ class CacheSpec:
     @property
     def options(self) -> dict:
         """The options that apply to this cache."""
-        of_cache = {name: getattr(self, name) for name in ("cache", "policy", *OF_POLICY)}
+        of_cache = {name: getattr(self, name) for name in ("cache", "policy", *OF_POLICY, "attention_budget")}
         return of_cache | ({} if self.dense else {"num_sink_tokens": self._exact, "residual_length": self.residual_length})
 
     @property
     def name(self) -> str:
         if self.policy is None:
-            return self.cache
-        budget = "" if self.budget is None else f" {self.budget:.0%}" if self.budget < 1 else f" {self.budget:,}"
+            return self.cache if self.attention_budget is None else f"{self.cache} reading {_amount(self.attention_budget)}"
+        budget = "" if self.budget is None else f" {_amount(self.budget)}"
         return f"{self.cache} + {self.policy}{budget}" + (" by head" if self.head_profile else "")
 
     def make(self, config: PreTrainedConfig) -> DynamicCache:
@@ -95,5 +98,10 @@ class CacheSpec:
         if self.dense:
             return DynamicCache(config=config)
         policy = None if self.policy is None else self._policy()
-        zones = {"num_sink_tokens": self._exact, "residual_length": self.residual_length, "max_length": self.max_length}
+        zones = {"num_sink_tokens": self._exact, **{name: getattr(self, name) for name in OF_ANY}}
         return CompressedCache(config, format=self.cache, policy=policy, **zones)  # type: ignore[arg-type]
+
+
+def _amount(budget: float) -> str:
+    """A share in percent, or a number of tokens."""
+    return f"{budget:.0%}" if budget < 1 else f"{budget:,}"

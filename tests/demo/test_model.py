@@ -7,8 +7,10 @@ import torch
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, demo
-from qkvcache.evaluation.quality import Passages, RecallSet, divergence, recall
+from qkvcache.demo.show import ask_later
+from qkvcache.evaluation.quality import Passages, RecallSet, at_once, divergence, recall
 from qkvcache.evaluation.recall import recall_case
+from qkvcache.policies import SnapKV
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +59,27 @@ def test_recall_survives_compression(loaded, format):
     assert recall(model, tokenizer, cases, lambda: CompressedCache(model.config, format=format)) >= 0.75
 
 
+def test_a_fact_asked_for_later_is_found_by_a_budget_alone(loaded):
+    model, tokenizer, ids = loaded
+    case = recall_case(random.Random(0), tokenizer.decode(ids[:800]), 0.4, distractors=3)
+
+    def answer(**options) -> str:
+        return ask_later(model, tokenizer, case, CompressedCache(model.config, format="turboquant_4bit_nc", **options))
+
+    assert answer(attention_budget=64) == case.answer
+    assert answer(policy=SnapKV(budget=64)) != case.answer
+
+
 def kl(loaded, passages, **options) -> float:
     model = loaded[0]
     return divergence(model, passages, lambda: CompressedCache(model.config, **options)).kl
+
+
+def test_a_budget_counts_in_each_step_that_is_compared(loaded, passages):
+    model = loaded[0]
+    little = CompressedCache(model.config, format="int8", attention_budget=32)
+    assert at_once(passages.prefilled.fill(little, model, passages.context)) == 1
+    assert kl(loaded, passages, format="int8", attention_budget=32) > 10 * kl(loaded, passages, format="int8")
 
 
 def test_divergence_of_the_dense_and_the_exact_cache_is_nothing(loaded, passages):

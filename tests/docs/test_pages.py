@@ -26,15 +26,21 @@ def blocks(page: str, language: str) -> list[tuple[int, str]]:
     return found
 
 
+PRINT = re.compile(r"^print\(.*\)(?:  |\n)# (?P<said>.*)$", re.MULTILINE)
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
-def test_code_runs(page, monkeypatch, tmp_path):
-    """All blocks of a page, in order, in one namespace."""
+def test_code_runs_and_prints_what_the_page_says(page, monkeypatch, tmp_path, capsys):
+    """All blocks of a page, in order, in one namespace. A comment after `print` is what it prints; `...` stands for any text."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", os.environ.copy())  # a page may set variables
     torch.manual_seed(0)
     names = {"__name__": f"docs.{Path(page).stem}"}
     for line, source in blocks(page, "python"):
         exec(compile("\n" * line + source, ROOT / page, "exec"), names)  # errors name the line of the page
+        printed = capsys.readouterr().out
+        for match in PRINT.finditer(source):
+            assert re.search(r".*".join(map(re.escape, match["said"].split("..."))), printed), (match["said"], printed)
 
 
 def command_of(words: list[str]):

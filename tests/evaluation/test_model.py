@@ -235,3 +235,10 @@ def test_policies_by_name_take_their_options():
     spec = CacheSpec(cache="fp8", policy="adakv_snapkv", budget=40)
     assert spec.make(model("llama").config).policy == AdaKV(SnapKV(budget=40)) and spec.name == "fp8 + adakv_snapkv 40"
     assert CacheSpec().make(model("llama").config).__class__.__name__ == "DynamicCache"
+
+
+def test_an_attention_budget_holds_for_each_scored_token():
+    lm = cached(cache="int8", attention_budget=0.125)
+    assert lm.chunk == 1 and lm.new_cache().attention_budget == 0.125 and lm.spec.name == "int8 reading 12%"
+    with pytest.raises(ValueError, match="takes no attention_budget"):
+        cached(cache="dynamic", attention_budget=64)
