@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from .. import formats
 from ..attention import install
-from ..caches.arguments import OWN_ATTENTION
+from ..caches.arguments import OWN_ATTENTION, budget_of
 from ..caches.base import head_dim_of
 from ..formats import Format, FormatByLayer
 from ..kernels import on_triton
@@ -28,8 +28,8 @@ class Batching:
     """The result of `continuous_batching`, a context manager. Inside it, or until `close`, the model's continuous
     batching uses compressed pages. `statistics.save(path)` stores the frozen statistics of the format."""
 
-    def __init__(self, model: PreTrainedModel, statistics: Statistics, **zones: int):
-        self.model, self.statistics, self._zones = model, statistics, zones
+    def __init__(self, model: PreTrainedModel, statistics: Statistics, **reading: Any):
+        self.model, self.statistics, self._reading = model, statistics, reading
         self.manager: CompressedManager | None = None
         """The latest manager."""
         self._counters = Counters()
@@ -41,7 +41,7 @@ class Batching:
         """The model's `init_continuous_batching`."""
         from .transformers_adapter import manager_for
 
-        options: dict[str, Any] = {"statistics": self.statistics, "counters": self._counters, **self._zones}
+        options: dict[str, Any] = {"statistics": self.statistics, "counters": self._counters, **self._reading}
         self.manager = manager_for(self.model, generation_config, continuous_batching_config, workload_hints, **options)
         return self.manager
 
@@ -69,7 +69,7 @@ class Batching:
             self.manager = None
 
     def __deepcopy__(self, memo: dict) -> Batching:
-        return Batching(copy.deepcopy(self.model, memo), copy.deepcopy(self.statistics, memo), **self._zones)
+        return Batching(copy.deepcopy(self.model, memo), copy.deepcopy(self.statistics, memo), **self._reading)
 
     def __enter__(self) -> Batching:
         return self
@@ -84,6 +84,7 @@ def continuous_batching(
     *,
     residual_length: int = 64,
     num_sink_tokens: int = 4,
+    attention_budget: int | float | None = None,
     statistics: Statistics | str | Path | None = None,
 ) -> Batching:
     """Keeps the requests of `model.generate_batch` and `model.init_continuous_batching` in compressed pages.
@@ -101,6 +102,8 @@ def continuous_batching(
         residual_length: number of last tokens of each request that attention reads in the model's dtype.
         num_sink_tokens: number of first tokens of each request that stay in the model's dtype, in layers without a
             sliding window.
+        attention_budget: as of `CompressedCache`, of each request: tokens, or a share of them, that a step with one new
+            token reads beside the exact ones. Prompts, and layers with a sliding window, read everything. None: all.
         statistics: for formats with one mean or scale for all tokens: the `batching.statistics` of an earlier run, or
             the file that its `save` wrote. None: they come from the first batch of prompts and are frozen for all later
             requests.
@@ -108,15 +111,17 @@ def continuous_batching(
     Raises:
         NotImplementedError: a release of transformers that is not supported, models with linear, chunked or latent
             attention or with attention code of their own, or encoder-decoders.
-        ValueError: an unknown format or one that cannot hold the model's head_dim; negative sizes; statistics of
-            another format or model; a model that already batches on compressed pages.
-        TypeError: `format`, `statistics` or a size of another type.
+        ValueError: an unknown format or one that cannot hold the model's head_dim; negative sizes; an attention budget
+            that is no number of tokens and no share; statistics of another format or model; a model that already batches
+            on compressed pages.
+        TypeError: `format`, `statistics`, `attention_budget` or a size of another type.
     """
     from .transformers_adapter import is_patched, patch
 
     resolved = formats.resolve(format)
     check_count("num_sink_tokens", num_sink_tokens)
     check_count("residual_length", residual_length)
+    budget = budget_of(attention_budget)
     _check_model(model)
     chosen = check_format(resolved, head_dim_of(model.config.get_text_config(decoder=True)))
     if isinstance(statistics, str | Path):
@@ -135,7 +140,7 @@ def continuous_batching(
             f"continuous batching on compressed pages has no kernels for {kind}: torch operations instead, which are slow", stacklevel=2
         )
     install()
-    batching = Batching(model, statistics, num_sink_tokens=num_sink_tokens, residual_length=residual_length)
+    batching = Batching(model, statistics, num_sink_tokens=num_sink_tokens, residual_length=residual_length, budget=budget)
     patch(model, batching, batching.generate_batch)
     return batching
 

@@ -9,9 +9,10 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..kernels import PagedInputs, Pages, Pair, prepare, quantize_into, store_rows
+from ..kernels import AttentionBudget, PagedInputs, Pages, Pair, prepare, quantize_into, store_rows
 from ..kernels.attend_chunked import CHUNK_BYTES
-from ..kernels.pages import LENGTH
+from ..kernels.pages import LENGTH, WHOLE
+from ..kernels.select_blocks import pays
 from .layout import BlockLayout
 from .rings import Rings
 from .statistics import Statistics
@@ -37,8 +38,12 @@ class LayerGroup:
 class PageStore:
     """The pages of `groups` of layers, whose blocks are those of transformers' allocators, and the rings of requests."""
 
-    def __init__(self, groups: Sequence[LayerGroup], rings: Rings, statistics: Statistics, rank: int):
+    def __init__(
+        self, groups: Sequence[LayerGroup], rings: Rings, statistics: Statistics, rank: int, budget: AttentionBudget | None = None
+    ):
         self.groups, self.rings, self.statistics, self.calibrating = groups, rings, statistics, True
+        self.budget, self.reads_few = budget, False
+        """The attention budget, and whether it pays in the latest batch."""
         self.group_of = {layer: group for group in groups for layer in group.layers}
         layout = groups[0].layout
         like = torch.empty(1, layout.heads, 1, layout.head_dim, dtype=layout.dtype, device=rings.tensor.device)
@@ -53,8 +58,9 @@ class PageStore:
     def inputs(self, layer: int, rows: Rows) -> PagedInputs:
         """The inputs of attention over rows of a layer."""
         pages, sinks = self._pages(layer, rows.table, rows.columns[:, LENGTH])
-        launches = self.launches[layer]
-        return PagedInputs(pages, sinks, self._ring(layer), rows.columns, rows.max_length, splits=rows.splits, launches=launches)
+        budget = self.budget if self.reads_few and self.group_of[layer].layout.window is None else None
+        options: dict[str, Any] = {"splits": rows.splits, "budget": budget, "launches": self.launches[layer]}
+        return PagedInputs(pages, sinks, self._ring(layer), rows.columns, rows.max_length, **options)
 
     def write(self, layer: int, writes: Writes, x: Pair) -> None:
         """Quantizes keys and values `[1, H, T, D]` into pages, and stores the first and the last tokens in the model's
@@ -89,6 +95,10 @@ class PageStore:
         before = numpy.array(past)
         after = before + numpy.array(count)
         rows, since = self.rings.extend(requests, before, after)
+        if self.budget is not None:
+            ends = after[after - before == 1]
+            skipped = ends - numpy.maximum(ends * self.budget.share // WHOLE, self.budget.tokens)
+            self.reads_few = pays(int(skipped.clip(0).sum()), self._ring(0)[0])
         for group, lists in zip(self.groups, blocks, strict=True):
             group.tables.forget(rows[since == before])  # they may have belonged to other requests
             table = group.tables.read(rows, lists)

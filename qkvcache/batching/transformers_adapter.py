@@ -25,6 +25,7 @@ from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, T
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..formats import Format
+from ..kernels import AttentionBudget
 from ..kernels.attend_chunked import CHUNK_BYTES
 from .attention import NAME, paged_attention
 from .layout import PAGE_ALIGNMENT, BlockLayout
@@ -297,6 +298,7 @@ class CompressedPagedCache(PagedAttentionCache):
         *,
         num_sink_tokens: int,
         residual_length: int,
+        budget: AttentionBudget | None,
         statistics: Statistics,
         counters: Counters,
         max_requests: int | None,
@@ -318,7 +320,7 @@ class CompressedPagedCache(PagedAttentionCache):
         # The new token is in the ring too.
         rings = Rings(config.num_hidden_layers, size.rings, heads, residual_length + 1, head_dim, dtype, device)
         groups = [LayerGroup(replace(layout, window=getattr(held, "sliding_window", None)), held.layer_indices, rings) for held in stock]
-        self.store = PageStore(groups, rings, statistics, distributed_helper.tp_local_rank)
+        self.store = PageStore(groups, rings, statistics, distributed_helper.tp_local_rank, budget)
 
         allow = continuous_batching_config.allow_block_sharing
         self.allocators = [CompressedAllocator(group, index, allow) for index, group in enumerate(groups)]
@@ -558,7 +560,7 @@ class BatchInputs(ContinuousBatchingIOs):
     logit_processor: ContinuousBatchingLogitsProcessorList
 
     def _get_graph_key(self) -> tuple[int, ...]:
-        return (*super()._get_graph_key(), *getattr(self.logit_processor, "needed", ()))
+        return (*super()._get_graph_key(), self.cache.store.reads_few, *getattr(self.logit_processor, "needed", ()))
 
     def prepare_batch_tensors(
         self,

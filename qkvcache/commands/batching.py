@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..options import MODEL, examples, model_of, refusals
+from ..options import MODEL, budget_of, examples, model_of, refusals
 
 app = typer.Typer()
 
@@ -21,6 +21,9 @@ def serve(
     format: Annotated[str, typer.Option(help="Storage format of the pages; `qkvcache formats` lists them.")] = "turboquant_4bit_nc",
     num_sink_tokens: Annotated[int, typer.Option(help="First tokens of a request that stay in the model's dtype.", min=0)] = 4,
     residual_length: Annotated[int, typer.Option(help="Last tokens of a request that stay in the model's dtype.", min=0)] = 64,
+    attention_budget: Annotated[
+        float | None, typer.Option(help="Quantized tokens of a request that a step reads: a number from 1 on, or a share such as 0.125.")
+    ] = None,
     metrics_interval: Annotated[float, typer.Option(help="Seconds between two lines of metrics; 0 prints none.", min=0)] = 10.0,
     grace_seconds: Annotated[float, typer.Option(help="Seconds that running requests have after SIGTERM or Ctrl-C.", min=0)] = 20.0,
 ) -> None:
@@ -36,6 +39,7 @@ def serve(
         from ..batching.server import Server
 
         cache = {"format": format, "num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
+        cache |= {"attention_budget": budget_of(attention_budget, "--attention-budget")}
         server = Server(model, cache, metrics_interval=metrics_interval, grace_seconds=grace_seconds, **options)
     server.run()
 

@@ -236,7 +236,8 @@ class Selection:
 
     blocks   int32 `[B, H, N]`: their indices in the row's pages, ascending, in the first entries
     entries  `[B, H, N]`: the entries of their pages, in the table's dtype
-    lengths  int32 `[B, H]`: tokens in these blocks; the last block of a row may have fewer than `BLOCK`
+    lengths  int32 `[B, H]`: tokens in these blocks; the last block of a row may have fewer than `BLOCK`. Tokens of the first block that
+             come before BEGIN are counted, and not read
     """
 
     blocks: Tensor
@@ -271,7 +272,7 @@ class PagedInputs:
     splits      of the rows, in place of `tokens`, for kernels that attend with one query of each row without accumulating attention
     control     int32 `[3]`, for `step`: TICKET, programs of the launch that have finished; DROPPED, tokens that came when there was no
                 room; ROOM, the most tokens of a row. None: no step stores tokens
-    budget      of quantized tokens that attention of few queries reads, if rows read their pages from the first token on; None: all
+    budget      of quantized tokens that attention of few queries reads; None: all
     selection   the blocks that it reads, in which case pages have room for `max_length` tokens, and attention for those of the selection
     """
 

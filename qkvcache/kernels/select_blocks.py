@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attend import MASKED_BELOW, MASKED_SCORE
-from .pages import BLOCK, SINKS, WHOLE, PagedInputs, Selection
+from .pages import BEGIN, BLOCK, SINKS, WHOLE, PagedInputs, Selection
 from .segments import Packed, scores_of_levels
 
 MOST_QUERIES = 16
@@ -30,7 +30,12 @@ def selects(query: Tensor, inputs: PagedInputs) -> bool:
     if inputs.budget is None or query.shape[2] > MOST_QUERIES:
         return False
     skipped = inputs.max_length - inputs.budget.blocks(-(-inputs.max_length // BLOCK)) * BLOCK
-    return skipped > 0 and (query.device.type != "cuda" or skipped * query.shape[0] * inputs.ring[0].shape[1] >= LEAST_SKIPPED)
+    return pays(skipped * query.shape[0], inputs.ring[0])
+
+
+def pays(skipped: int, ring: Tensor) -> bool:
+    """Whether leaving out `skipped` tokens of all rows takes less time than choosing blocks. `ring`: `[F, H, R, D]`."""
+    return skipped > 0 and (ring.device.type != "cuda" or skipped * ring.shape[1] >= LEAST_SKIPPED)
 
 
 def select_blocks(
@@ -69,8 +74,9 @@ def block_weights(
     logits = logits.view(batch, query_heads, queries, tokens)
     if mask is not None:
         logits = _masked(logits, inputs, mask)
-    if (lengths := _lengths(inputs)) is not None:
-        logits = logits.masked_fill(torch.arange(tokens, device=query.device) >= lengths[:, None, None, None], MASKED_SCORE)
+    if inputs.rows is not None:
+        place, (begin, end) = torch.arange(tokens, device=query.device), (x[:, None, None, None] for x in _range(inputs))
+        logits = logits.masked_fill((place < begin) | (place >= end), MASKED_SCORE)
     top = logits.amax(-1, keepdim=True)
     weights = (logits - top).exp_().masked_fill_(top <= MASKED_BELOW, 0)
     by_block = F.pad(weights, (0, -tokens % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(-1)
@@ -78,9 +84,12 @@ def block_weights(
     return by_block.view(batch, heads, -1, by_block.shape[-1]).sum(2)
 
 
-def _lengths(inputs: PagedInputs) -> Tensor | None:
-    """Quantized tokens of each row `[B]`; None: all rows have `max_length`."""
-    return None if inputs.rows is None else inputs.pages.lengths
+def _range(inputs: PagedInputs) -> tuple[Tensor, Tensor]:
+    """The first token in pages that each row reads, and the end of those tokens, int64 `[B]` each."""
+    table, tokens = inputs.pages.table, inputs.max_length
+    if inputs.rows is None:
+        return table.new_zeros(len(table), dtype=torch.int64), table.new_full((len(table),), tokens, dtype=torch.int64)
+    return inputs.rows[:, BEGIN].long(), inputs.pages.lengths.clamp_max(tokens).long()  # type: ignore[union-attr]
 
 
 def _masked(logits: Tensor, inputs: PagedInputs, mask: Tensor) -> Tensor:
@@ -88,27 +97,29 @@ def _masked(logits: Tensor, inputs: PagedInputs, mask: Tensor) -> Tensor:
     batch, _, _, tokens = logits.shape
     mask = mask[(None,) * (4 - mask.dim())]
     column = torch.arange(tokens, device=mask.device).expand(batch, 1, 1, -1)
-    column = column + (inputs.sinks[0].shape[2] if inputs.rows is None else inputs.rows[:, SINKS].long()[:, None, None, None])
-    mask = mask.expand(batch, *mask.shape[1:]).take_along_dim(column.clamp_max(mask.shape[3] - 1), 3)
+    rows = inputs.rows
+    column = column + (inputs.sinks[0].shape[2] if rows is None else (rows[:, SINKS] - rows[:, BEGIN]).long()[:, None, None, None])
+    mask = mask.expand(batch, *mask.shape[1:]).take_along_dim(column.clamp(0, mask.shape[3] - 1), 3)
     if mask.dtype == torch.bool:
         return logits.masked_fill(~mask, MASKED_SCORE)
     return (logits + mask).clamp_min(MASKED_SCORE)
 
 
 def choose_blocks(weights: Tensor, inputs: PagedInputs) -> Selection:
-    """The blocks of the largest `weights` `[B, H, N]`; of equal ones, the first."""
-    pages, budget, tokens = inputs.pages, inputs.budget, inputs.max_length
-    batch, heads, blocks = weights.shape
+    """The blocks of the largest `weights` `[B, H, N]` that have tokens which are read; of equal ones, the first."""
+    pages, budget = inputs.pages, inputs.budget
+    heads, blocks = weights.shape[1:]
     room = budget.blocks(blocks)  # type: ignore[union-attr]
-    known = _lengths(inputs)
-    lengths = torch.full((batch,), tokens, device=weights.device) if known is None else known.clamp_max(tokens).long()
-    stored = (lengths + BLOCK - 1) // BLOCK
+    begin, lengths = _range(inputs)
+    first, end = begin // BLOCK, (lengths + BLOCK - 1) // BLOCK
+    stored = (end - first).clamp_min(0)
     read = ((budget.share * stored + WHOLE - 1) // WHOLE).clamp_min(-(-budget.tokens // BLOCK)).minimum(stored)  # type: ignore[union-attr]
-    exists = torch.arange(blocks, device=weights.device) < stored[:, None, None]
+    block = torch.arange(blocks, device=weights.device)
+    exists = (block >= first[:, None, None]) & (block < end[:, None, None])
     order = weights.masked_fill(~exists, -1).argsort(dim=-1, descending=True, stable=True)[..., :room]
     chosen = torch.where(torch.arange(room, device=weights.device) < read[:, None, None], order, blocks).sort(-1).values
-    last = (stored - 1)[:, None, None]
-    missing = ((chosen == last) & (last >= 0)).sum(-1) * (stored * BLOCK - lengths)[:, None]
+    last = (end - 1)[:, None, None]
+    missing = ((chosen == last) & (last >= 0)).sum(-1) * (end * BLOCK - lengths)[:, None]
     block = chosen.clamp_max(max(blocks - 1, 0))
     column = (block * BLOCK) // pages.page_size
     entries = pages.table[:, None].expand(-1, heads, -1).gather(2, column)

@@ -578,11 +578,13 @@ def attend_kernel(
         in_ring = tl.load(rows + 5)
         length = tl.load(lengths + b * lengths_b + h * lengths_h)
     stored = length
-    if BLOCK:
-        length = tl.load(read + bh)
-        blocks += bh * room
     shift = row_sinks - first_token  # from places among the quantized tokens to columns
     total = tl.maximum(stored, first_token) + shift + in_ring
+    if BLOCK:  # from here on, places are those among the tokens that are read
+        length = tl.load(read + bh)
+        blocks += bh * room
+        first = tl.load(blocks, mask=length > 0, other=0)
+        first_token = tl.where(first == first_token // BLOCK, first_token % BLOCK, 0)
     newest = total - queries + number
     if MASK == "row":
         mask += b * mask_b

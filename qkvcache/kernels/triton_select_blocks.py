@@ -40,14 +40,15 @@ def _read_of(stored, tokens, share, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
     ]
 )  # fmt: skip
 def score_blocks_kernel(
-    region_query, rotation, signs, table, rows, lengths, k_planes, mask, scores,
+    region_query, rotation, signs, table, rows, lengths, items, k_planes, mask, scores,
     query_b, query_h, query_q, table_b, rows_b, lengths_b, mean_strides, mask_b, mask_h, mask_q, mask_t,
     scaling, softcap, n_sinks, n_quantized, tokens, share, heads, queries, room,
     K: tl.constexpr, D: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr,
     COUNTED: tl.constexpr, K_ONCE: tl.constexpr, k_strides: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
-    ARCH: tl.constexpr, TURN: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    ARCH: tl.constexpr, TURN: tl.constexpr, ITEMS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The log of the summed weights of each block, without the normaliser, to base 2. Grid (splits, blocks of R query rows, B * H).
+    """The log of the summed weights of each block, without the normaliser, to base 2. Grid (splits, blocks of R query rows, B * H), or with
+    ITEMS (N, blocks, H) for the N splits of all rows.
 
     scores         fp32 [B * H, room, G * queries]; not written beyond a row's tokens, and for rows that read all blocks
     tokens, share  `pages.AttentionBudget`                       room       blocks of `n_quantized` tokens
@@ -58,16 +59,24 @@ def score_blocks_kernel(
     bh = tl.program_id(2)
     b = (bh // heads).to(tl.int64)
     h = bh % heads
-    length, row_sinks = n_quantized, n_sinks
+    if ITEMS:
+        b = tl.load(items + split * 3).to(tl.int64)
+        low = tl.multiple_of(tl.load(items + split * 3 + 1), T)
+        high = tl.load(items + split * 3 + 2)
+        bh = b * heads + h
+    first_token, shift, length = 0, n_sinks, n_quantized
     if COUNTED:
         rows += b * rows_b
-        row_sinks = tl.load(rows + 3)
+        first_token = tl.load(rows)
+        shift = tl.load(rows + 3) - first_token  # from places among the quantized tokens to columns
         length = tl.load(lengths + b * lengths_b)
-    stored = tl.cdiv(length, BLOCK)
-    each = tl.cdiv(tl.cdiv(length, tl.num_programs(0)), T) * T
-    low = tl.multiple_of(split * each, T)
-    high = tl.minimum(low + each, length)
-    if (_read_of(stored, tokens, share, WHOLE, BLOCK) < stored) & (low < high):
+    end = tl.cdiv(length, BLOCK)
+    stored = end - first_token // BLOCK
+    if not ITEMS:
+        each = tl.cdiv(tl.cdiv(length, tl.num_programs(0)), T) * T
+        low = tl.multiple_of(split * each, T)
+        high = tl.minimum(low + each, length)
+    if (_read_of(stored, tokens, share, WHOLE, BLOCK) < stored) & (low >= 0) & (low < high):
         KW: tl.constexpr = D // K.per
         KT: tl.constexpr = words_of_tile(K, D)
         r = block * R + tl.arange(0, R)
@@ -83,7 +92,7 @@ def score_blocks_kernel(
         hides = True
         if MASK == "row":
             mask += b * mask_b
-            hides = _hides(mask, row_sinks + low, row_sinks + high, mask_t)
+            hides = _hides(mask, shift + tl.maximum(low, first_token), shift + high, mask_t)
         visible = mask, b * mask_b + head * mask_h + number * mask_q, mask_t, 0, softcap
         t = tl.arange(0, T)
         i = tl.arange(0, T // BLOCK)
@@ -96,20 +105,25 @@ def score_blocks_kernel(
             page = entry_of(table, token + T, token + T < high, PAGE, BASE)
             same = tl.multiple_of(token % 32, 32)  # as in `attend_kernel`
             place = token + t
-            valid = place < high
-            column = row_sinks + tl.minimum(place, high - 1)
+            valid = (place >= first_token) & (place < high)
+            column = shift + tl.minimum(tl.maximum(place, first_token), high - 1)
             s = key_scores(K, D, K_ONCE, SOFTCAP, MASK, ARCH, q, (codes, bits, shifts + same), scales, valid, visible, hides, column)
             s = tl.where(valid[:, None], s, MASKED_SCORE)
             s = tl.reshape(s, [T // BLOCK, BLOCK, R])
             top = tl.max(s, 1)
             sums = top + log2(tl.sum(exp2(s - tl.expand_dims(top, 1), ARCH), 1), ARCH)
             at = token // BLOCK + i
-            tl.store(scores + at[:, None] * (G * queries) + r[None, :], sums, mask=(at < stored)[:, None] & live[None, :])
+            tl.store(scores + at[:, None] * (G * queries) + r[None, :], sums, mask=(at < end)[:, None] & live[None, :])
 
 
-@triton.jit(do_not_specialize=["n_quantized", "tokens", "share", "heads", "queries", "room", "chosen_room", "table_b", "lengths_b"])
+@triton.jit(
+    do_not_specialize=[
+        "n_quantized", "tokens", "share", "heads", "queries", "room", "chosen_room", "table_b", "rows_b", "lengths_b",
+    ]
+)  # fmt: skip
 def choose_blocks_kernel(
-    scores, table, lengths, blocks, entries, read, table_b, lengths_b, n_quantized, tokens, share, heads, queries, room, chosen_room,
+    scores, table, rows, lengths, blocks, entries, read,
+    table_b, rows_b, lengths_b, n_quantized, tokens, share, heads, queries, room, chosen_room,
     N: tl.constexpr, PAGE: tl.constexpr, COUNTED: tl.constexpr, ARCH: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -120,13 +134,15 @@ def choose_blocks_kernel(
     """
     bh = tl.program_id(0)
     b = (bh // heads).to(tl.int64)
-    length = n_quantized
+    first, length = 0, n_quantized
     if COUNTED:
+        first = tl.load(rows + b * rows_b) // BLOCK
         length = tl.load(lengths + b * lengths_b)
-    stored = tl.cdiv(length, BLOCK)
+    end = tl.cdiv(length, BLOCK)
+    stored = tl.maximum(end - first, 0)
     count = _read_of(stored, tokens, share, WHOLE, BLOCK)
     i = tl.arange(0, N)
-    exists = i < stored
+    exists = (i >= first) & (i < end)
     chosen = exists
     if count < stored:
         weights = tl.zeros([N], tl.float32)
@@ -151,8 +167,8 @@ def choose_blocks_kernel(
     entries += bh * chosen_room
     tl.store(blocks + place, i, mask=chosen)
     tl.store(entries + place, tl.load(table + b * table_b + i * BLOCK // PAGE, mask=chosen, other=0), mask=chosen)
-    partial = tl.sum((chosen & (i == stored - 1)).to(tl.int32), 0)
-    tl.store(read + bh, count * BLOCK - partial * (stored * BLOCK - length))
+    partial = tl.sum((chosen & (i == end - 1)).to(tl.int32), 0)
+    tl.store(read + bh, count * BLOCK - partial * (end * BLOCK - length))
 
 
 def stages_of(layout: PackedLayout) -> int:
@@ -193,11 +209,13 @@ def select_blocks(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None
     counted, (table_b, _, lengths_b, _) = args.constants["COUNTED"], call.strides
     shared = {"tokens": tokens, "share": share, "heads": plan.heads, "room": room, "BLOCK": BLOCK, "WHOLE": WHOLE, "ARCH": arch}
     shared |= {"table": pages.table, "lengths": call.lengths, "table_b": table_b, "lengths_b": lengths_b, "n_quantized": inputs.max_length}
+    shared |= {"rows": call.rows, "rows_b": call.rows_stride}
+    items = None if inputs.splits is None else inputs.splits.items
     with torch.cuda.device_of(query):
-        score_blocks_kernel[(splits, row_blocks, panels)](
-            region_query=call.region_query, rotation=args.use.rotation, signs=args.use.signs, rows=call.rows,
-            k_planes=planes, mask=call.mask, scores=scores,
-            **dict(zip(("query_b", "query_h", "query_q"), call.query.stride()[:3], strict=True)), rows_b=call.rows_stride,
+        score_blocks_kernel[(splits, row_blocks, panels) if items is None else (len(items), row_blocks, plan.heads)](
+            region_query=call.region_query, rotation=args.use.rotation, signs=args.use.signs,
+            items=args.empty if items is None else items, ITEMS=items is not None, k_planes=planes, mask=call.mask, scores=scores,
+            **dict(zip(("query_b", "query_h", "query_q"), call.query.stride()[:3], strict=True)),
             mean_strides=args.means[0], **dict(zip(("mask_b", "mask_h", "mask_q", "mask_t"), call.mask_strides, strict=True)),
             **call.scalars, n_sinks=call.zones[1], queries=plan.queries, K=layout, D=query.shape[3], G=plan.groups,
             R=small, T=TILE, PAGE=pages.page_size, BASE=args.constants["BASE"], COUNTED=counted, K_ONCE=args.constants["K_ONCE"],

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.masking_utils import sdpa_mask
 
 from qkvcache import CompressedCache, continuous_batching, demo
+from qkvcache.caches import arguments
 from qkvcache.formats import TurboQuant
-from tests.matrix import FORMATS, slowly
+from qkvcache.kernels.pages import BLOCK
+from tests.caches.test_attention_budget import BUDGET, ZONE, read_few
+from tests.matrix import FORMATS, model, slowly
 
 from .requests import LENGTHS, ZONES, answers, assert_same, greedy, llama, pool, prompts, serving, single
 
 TOKENWISE = [name for name in FORMATS if all(c.packed_layout is None or c.packed_layout.writable for c in FORMATS[name].codecs())]
 """Formats whose scales do not span tokens."""
+AttentionInterface.register("read_few_of_pages", functools.partial(read_few, paged=True))
+AttentionMaskInterface.register("read_few_of_pages", sdpa_mask)
 pytestmark = pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")
 
 
@@ -28,6 +37,29 @@ def test_alone_together_and_single(format):
     with continuous_batching(network, chosen, num_sink_tokens=0, residual_length=0), serving(network) as manager:
         (bare,) = answers(manager, ids[:1])
     assert assert_same(bare, single(network, ids[0], chosen, num_sink_tokens=0, residual_length=0))
+
+
+@pytest.mark.parametrize(("sinks", "budget"), [(0, BLOCK), (BLOCK, BLOCK), (0, 0.5)])
+def test_each_request_reads_chosen_blocks_of_its_own(sinks, budget, monkeypatch):
+    """As a cache with the same budget does, whose blocks begin after the first tokens."""
+    monkeypatch.setattr(arguments, "LEAST_READ", BLOCK)
+    network, ids, zones = llama(), prompts(150, 5, 140, 230), {"num_sink_tokens": sinks, "residual_length": 4}
+    with continuous_batching(network, "identity", attention_budget=budget, **zones), serving(network, max_batch_tokens=300) as manager:
+        got = answers(manager, ids)
+    for one, tokens in zip(ids, got, strict=True):
+        assert assert_same(tokens, single(network, one, "identity", attention_budget=budget, **zones)) > 2
+    everything = [single(network, one, "identity", **zones)[0] for one in ids]
+    assert got[1] == everything[1] and all(got[i] != everything[i] for i in (0, 2, 3))
+
+
+def test_blocks_are_those_of_pages():
+    """As attention over dense tensors that reads the sinks, the last tokens and the chosen blocks."""
+    network, ids = llama(), prompts(150, 5, 140)
+    with continuous_batching(network, "identity", attention_budget=BUDGET, **ZONE), serving(network) as manager:
+        got = answers(manager, ids)
+    reference = model("llama", "read_few_of_pages")
+    for one, tokens in zip(ids, got, strict=True):
+        assert assert_same(tokens, single(reference, one, None, cache=DynamicCache(config=reference.config))) > 2
 
 
 def test_requests_together_answer_as_generate_does():

@@ -11,9 +11,10 @@ import torch
 from qkvcache import CompressedCache, continuous_batching
 from qkvcache.attention import full
 from qkvcache.formats import Int8
+from qkvcache.kernels import select_blocks
 from tests.reference import count_fused
 
-from .requests import ZONES, answers, assert_same, attention, collect, llama, prompts, serving, watch_offloading
+from .requests import ZONES, answers, assert_same, attention, collect, llama, prompts, serving, single, watch_offloading
 
 pytestmark = pytest.mark.gpu
 FORMATS = ["identity", "int8", "nvfp4_mse", "turboquant_4bit_nc", "hadaquant_k3v3"]
@@ -83,6 +84,19 @@ def test_graphs_equal_eager_steps(format):
             with serving(net, new=20, allow_block_sharing=False, max_batch_tokens=1024, **options) as manager:
                 results.append((answers(manager, ids), batching.statistics))
     assert all(tokens == results[0][0] for tokens, _ in results)
+
+
+def test_graphs_read_the_chosen_blocks(monkeypatch):
+    """Long and short requests together and alone: batches that read few blocks have other graphs than those that read everything."""
+    monkeypatch.setattr(select_blocks, "LEAST_SKIPPED", 400)
+    net, (long, *short) = network(torch.float32), prompts(300, 10, 60)
+    results, reading = [], {"attention_budget": 64, "num_sink_tokens": 0, "residual_length": 4}
+    for options in ({"allow_block_sharing": False}, {"allow_block_sharing": False, **SYNCHRONOUS}):
+        with continuous_batching(net, "identity", **reading), serving(net, new=20, **options) as manager:
+            results.append([answers(manager, ids) for ids in ([long, *short], short, [long])])
+    assert results[0] == results[1] and results[0][0] == [*results[0][2], *results[0][1]]
+    cache = CompressedCache(net.config, format="identity", **reading)
+    assert assert_same(results[0][2][0], single(net, long, None, 20, cache=cache)) > 6
 
 
 def test_chunks_shared_blocks_and_blocks_on_the_host():

@@ -189,10 +189,10 @@ def test_without_continuous_batching_generate_gets_the_cache(monkeypatch):
         stock(cache, *args, **kwargs)
 
     monkeypatch.setattr(CompressedCache, "__init__", init)
-    result, ((batching, text),) = serve(monkeypatch, "--no-continuous-batching", "--residual-length", "32")
+    result, ((batching, text),) = serve(monkeypatch, "--no-continuous-batching", "--residual-length", "32", "--attention-budget", "64")
     assert result.exit_code == 0, result.output
     assert batching == "NoneType" and text.startswith(" dilzon")
-    assert {"format": FORMAT, "num_sink_tokens": 4, "residual_length": 32} in made
+    assert {"format": FORMAT, "num_sink_tokens": 4, "residual_length": 32, "attention_budget": 64} in made
 
 
 @pytest.mark.parametrize(
@@ -201,6 +201,8 @@ def test_without_continuous_batching_generate_gets_the_cache(monkeypatch):
         (["./nowhere"], "'./nowhere' does not exist"),
         (["demo", "--format", "int9"], "int9"),
         (["demo", "--residual-length", "-1"], "--residual-length"),
+        (["demo", "--attention-budget", "1.5"], "--attention-budget"),
+        (["demo", "--attention-budget", "0"], "attention_budget=0"),
         (["demo", "--no-such-option"], "--no-such-option"),
         (["demo", "demo"], "one model"),
         (["demo", "--quantization", "3bit"], "3bit"),

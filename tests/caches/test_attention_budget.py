@@ -20,8 +20,9 @@ EXACT = ZONE["num_sink_tokens"], ZONE["residual_length"] + 1
 BUDGET = 2 * BLOCK
 
 
-def read_few(module, query, key, value, attention_mask, scaling, **options):
-    """Attention of few queries to the exact tokens and to the `BUDGET` quantized tokens in the blocks of the largest weights."""
+def read_few(module, query, key, value, attention_mask, scaling, paged: bool = False, **options):
+    """Attention of few queries to the exact tokens and to the `BUDGET` quantized tokens in the blocks of the largest weights. `paged`:
+    blocks are counted from the first token on, as in pages of requests, which hold sinks too."""
     queries, tokens, sinks = query.shape[2], key.shape[2], EXACT[0]
     group = query.shape[1] // key.shape[1]
     stored = max(tokens - (queries if queries > 1 else 0) - sum(EXACT), 0)
@@ -31,12 +32,13 @@ def read_few(module, query, key, value, attention_mask, scaling, **options):
     elif queries > 1:
         scores = scores.masked_fill(torch.ones(queries, tokens).triu(tokens - queries + 1).bool(), -1e30)
     if queries <= MOST_QUERIES and stored > BUDGET:
-        region = F.pad(scores[..., sinks : sinks + stored], (0, -stored % BLOCK), value=-torch.inf)
+        before = sinks if paged else 0
+        region = F.pad(scores[..., sinks : sinks + stored], (before, -(before + stored) % BLOCK), value=-torch.inf)
         hidden = region.amax(-1) < -1e29
         weights = region.softmax(-1).masked_fill(hidden[..., None], 0).unflatten(-1, (-1, BLOCK)).sum(-1)
         weights = weights.unflatten(1, (-1, group)).sum((2, 3))
         chosen = torch.zeros_like(weights, dtype=torch.bool).scatter(-1, weights.topk(BUDGET // BLOCK).indices, True)
-        left_out = ~chosen.repeat_interleave(BLOCK, -1)[..., :stored].repeat_interleave(group, 1)[:, :, None]
+        left_out = ~chosen.repeat_interleave(BLOCK, -1)[..., before : before + stored].repeat_interleave(group, 1)[:, :, None]
         scores[..., sinks : sinks + stored].masked_fill_(left_out, -1e30)
     return (scores.softmax(-1) @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), None
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qkvcache.kernels import PagedInputs
@@ -17,7 +18,7 @@ from tests.matrix import FORMATS, slowly
 
 from .paged_inputs import build, row
 from .test_fused_attend import KINDS
-from .test_pages import DEVICE, KERNELS, compare
+from .test_pages import DEVICE, KERNELS, compare, split
 
 LENGTHS = [300, 70, 0, 161]
 
@@ -37,26 +38,27 @@ def weights_by_row(query: Tensor, inputs: PagedInputs, mask: Tensor | None, scal
     batch, query_heads, queries, _ = query.shape
     heads, found = inputs.ring[0].shape[1], []
     for b in range(batch):
-        sinks, length = int(inputs.rows[b, reference.SINKS]), int(inputs.pages.lengths[b])
+        begin, sinks, length = *inputs.rows[b, [reference.BEGIN, reference.SINKS]].tolist(), int(inputs.pages.lengths[b])
         found.append([torch.zeros(-(-length // BLOCK)) for _ in range(heads)])
-        for head in range(query_heads if length else 0):
+        for head in range(query_heads if length > begin else 0):
             h = head // (query_heads // heads)
-            key = row(inputs, b, h, 0)[sinks : sinks + length]
+            key = row(inputs, b, h, 0)[sinks : sinks + length - begin]
             for q in range(queries):
                 score = (key @ query[b, head, q].float()) * scaling
                 score = score if softcap is None else softcap * torch.tanh(score / softcap)
                 if mask is not None:
-                    shown = mask.expand(batch, query_heads, queries, -1)[b, head, q, sinks : sinks + length]
+                    shown = mask.expand(batch, query_heads, queries, -1)[b, head, q, sinks : sinks + len(key)]
                     score = score.masked_fill(~shown, -torch.inf) if mask.dtype == torch.bool else score + shown
                     if (score <= MASKED_SCORE).all():
                         continue
-                found[b][h] += torch.stack([part.sum() for part in score.softmax(0).split(BLOCK)])
+                weights = F.pad(score.softmax(0), (begin, -length % BLOCK))
+                found[b][h] += weights.view(-1, BLOCK).sum(1)
     return found
 
 
-@pytest.mark.parametrize("masked", ["", "bool", "float"])
-def test_the_weight_of_a_block(masked):
-    inputs = inputs_of("int8")
+@pytest.mark.parametrize(("masked", "begin"), [("", 0), ("bool", 5), ("float", 0), ("", 40)])
+def test_the_weight_of_a_block(masked, begin):
+    inputs = inputs_of("int8", begin=begin)
     query = queries_like(inputs, queries=3)
     mask = None
     if masked:
@@ -70,17 +72,19 @@ def test_the_weight_of_a_block(masked):
             assert (x[len(y) :] == 0).all()
 
 
-@pytest.mark.parametrize(("tokens", "share"), [(1, 0), (2 * BLOCK, 0), (BLOCK, WHOLE // 2), (10**6, 0)])
-def test_the_largest_weights_are_chosen(tokens, share):
-    """Each row reads as many blocks as the budget allows, in ascending order, with the entries of their pages."""
-    inputs = inputs_of("int8", tokens, share)
+@pytest.mark.parametrize(("tokens", "share", "begin"), [(1, 0, 0), (2 * BLOCK, 0, 40), (BLOCK, WHOLE // 2, 5), (10**6, 0, 70)])
+def test_the_largest_weights_are_chosen(tokens, share, begin):
+    """Each row reads as many blocks as the budget allows, in ascending order, with the entries of their pages; none before the first token
+    that may be read."""
+    inputs = inputs_of("int8", tokens, share, begin=begin)
     weights = torch.rand(4, 2, -(-inputs.max_length // BLOCK))
     selection = choose_blocks(weights, inputs)
     for b, length in enumerate(LENGTHS):
-        stored = -(-length // BLOCK)
+        first = begin // BLOCK
+        stored = max(-(-length // BLOCK) - first, 0)
         count = min(max(-(-tokens // BLOCK), -(-share * stored // WHOLE)), stored)
         for h in range(2):
-            wanted = sorted(weights[b, h, :stored].topk(count).indices.tolist())
+            wanted = sorted((first + weights[b, h, first : first + stored].topk(count).indices).tolist())
             assert selection.blocks[b, h, :count].tolist() == wanted
             assert selection.entries[b, h, :count].tolist() == [int(inputs.pages.table[b, n * BLOCK // 64]) for n in wanted]
             places = [n * BLOCK + i for n in wanted for i in range(BLOCK) if n * BLOCK + i < length]
@@ -89,10 +93,10 @@ def test_the_largest_weights_are_chosen(tokens, share):
             assert found[: len(places)] == places and set(found[len(places) :]) <= {-1}
 
 
-@pytest.mark.parametrize("queries", [1, 3])
-def test_attention_reads_the_chosen_blocks_alone(queries):
+@pytest.mark.parametrize(("queries", "begin"), [(1, 0), (3, 5), (1, 40)])
+def test_attention_reads_the_chosen_blocks_alone(queries, begin):
     """The output is that under a mask which hides all other quantized tokens."""
-    inputs = inputs_of("turboquant_4bit_nc")
+    inputs = inputs_of("turboquant_4bit_nc", begin=begin)
     query = queries_like(inputs, queries)
     selection = select_blocks(query, inputs)
     read = replace(inputs, selection=selection)
@@ -100,9 +104,9 @@ def test_attention_reads_the_chosen_blocks_alone(queries):
     for b, length in enumerate(LENGTHS):
         sinks = int(inputs.rows[b, reference.SINKS])
         for h in range(4):
-            shown[b, h, 0, sinks : sinks + length] = False
+            shown[b, h, 0, sinks : sinks + max(length - begin, 0)] = False
             chosen = selection.places()[b, h // 2]
-            shown[b, h, 0, sinks + chosen[chosen >= 0]] = True
+            shown[b, h, 0, sinks + chosen[chosen >= begin] - begin] = True
     out, lse, _ = reference.attend_pages(query, read, causal=True)
     wanted, wanted_lse, _ = reference.attend_pages(query, inputs, shown, causal=True)
     torch.testing.assert_close(out, wanted, rtol=1e-3, atol=1e-3)
@@ -120,7 +124,7 @@ def test_the_kernels(format, monkeypatch):
     from qkvcache.kernels import triton_select_blocks
 
     dim = KINDS.get(format, 64)
-    inputs = inputs_of(format, dim=dim, device=DEVICE)
+    inputs = inputs_of(format, dim=dim, begin=5, device=DEVICE)
     query = queries_like(inputs)
     wanted, mine = select_blocks(query.float(), inputs), triton_select_blocks.select_blocks(query, inputs)
     assert overlap(mine, wanted)
@@ -131,32 +135,35 @@ def test_the_kernels(format, monkeypatch):
 
 
 @KERNELS
-@pytest.mark.parametrize("queries", [1, 5])
-@pytest.mark.parametrize("masked", ["", "bool", "float"])
-def test_the_kernels_with_everything_that_attention_has(queries, masked, monkeypatch):
+@pytest.mark.parametrize(
+    ("queries", "masked", "begin"), [(1, "", 40), (1, "bool", 0), (1, "float", 5), (5, "", 0), (5, "bool", 70), (5, "float", 0)]
+)
+def test_the_kernels_with_everything_that_attention_has(queries, masked, begin, monkeypatch):
     from qkvcache.kernels import triton_select_blocks
 
-    inputs = inputs_of("int8", share=WHOLE // 3, device=DEVICE)
+    inputs = inputs_of("int8", share=WHOLE // 3, begin=begin, device=DEVICE)
     query = queries_like(inputs, queries)
     mask = {"": None, "bool": torch.rand(4, 1, queries, 400) < 0.6, "float": torch.randn(1, 4, 1, 400)}[masked]
     mask = None if mask is None else mask.to(DEVICE)
     options = {"scaling": 0.3, "softcap": 5.0}
     wanted = select_blocks(query.float(), inputs, mask, **options)
-    mine = triton_select_blocks.select_blocks(query, inputs, mask, **options)
+    divided = replace(inputs, splits=split(inputs.pages.lengths)) if begin else inputs
+    mine = triton_select_blocks.select_blocks(query, divided, mask, **options)
     assert overlap(mine, wanted)
     chosen = replace(inputs, selection=mine)
     compare(monkeypatch, "int8", query, chosen, mask, causal=queries > 1, sinks=torch.randn(4, device=DEVICE), **options)
 
 
 @KERNELS
-def test_the_kernels_where_all_tokens_are_read(monkeypatch):
+@pytest.mark.parametrize("begin", [0, 40])
+def test_the_kernels_where_all_tokens_are_read(begin, monkeypatch):
     """A step that is captured once serves few tokens, too: nothing is scored, and all blocks are chosen."""
     from qkvcache.kernels import triton_select_blocks
 
-    inputs = inputs_of("turboquant_4bit_nc", tokens=320, device=DEVICE)
+    inputs = inputs_of("turboquant_4bit_nc", tokens=320, begin=begin, device=DEVICE)
     query = queries_like(inputs)
     mine = triton_select_blocks.select_blocks(query, inputs)
-    assert mine.lengths.tolist() == [[length] * 2 for length in LENGTHS]
+    assert mine.lengths.tolist() == [[max(length - begin // BLOCK * BLOCK, 0)] * 2 for length in LENGTHS]
     out = reference.attend_pages(query, replace(inputs, selection=mine))[0]
     torch.testing.assert_close(out, reference.attend_pages(query, inputs)[0])
     compare(monkeypatch, "turboquant_4bit_nc", query, replace(inputs, selection=mine))
