@@ -43,13 +43,14 @@ class Buffer:
         return (self.dtype or model_dtype).itemsize * self.width
 
 
-AT_ONCE = {"e4m3": 2, "e5m2": 2, "int4": 4, "lut4": 4, "int2": 4, "int3": 16, "lut3": 16, "lut2": 8}
+AT_ONCE = {"e4m3": 2, "e5m2": 2, "int4": 4, "int4_halves": 4, "lut4": 4, "int2": 4, "int3": 16, "lut3": 16, "lut2": 8}
 """Channels that the torch operations of a codec read at a time, by `PackedLayout.kind`; others read one."""
 BITS = {
-    "half": 16, "int8": 8, "uint8": 8, "e4m3": 8, "e5m2": 8, "int4": 4, "lut4": 4, "e2m1": 4, "int3": 3, "lut3": 3, "lut2": 2, "int2": 2,
+    "half": 16, "int8": 8, "uint8": 8, "e4m3": 8, "e5m2": 8, "int4": 4, "int4_halves": 4, "lut4": 4, "e2m1": 4, "int3": 3, "lut3": 3,
+    "lut2": 2, "int2": 2,
 }  # fmt: skip
 """Bits of a code, by `PackedLayout.kind`."""
-HIGH_BITS = {"lut4": 2, "int3": 1, "lut3": 1}
+HIGH_BITS = {"int4_halves": 2, "lut4": 2, "int3": 1, "lut3": 1}
 """Those of them that lie in a plane of high bits, by `PackedLayout.kind`; others have none."""
 
 
@@ -60,8 +61,8 @@ class PackedLayout:
 
     kind      half: codes are numbers in the model's dtype
               int8, uint8, e4m3, e5m2: a byte each
-              int4, int3: unsigned integers; lut4, lut3, lut2: indices of the Lloyd-Max levels of `codebooks.py`; int2: the upper two
-              bits of lut4, read alone; e2m1: as in `nvfp4.py`
+              int4, int4_halves, int3: unsigned integers; lut4, lut3, lut2: indices of the Lloyd-Max levels of `codebooks.py`; int2: the
+              upper two bits of int4_halves (with `pair`) or of lut4, read alone; e2m1: as in `nvfp4.py`
               `packing.py` says in which order channels lie in words
     scale     none
               fp32, fp16: one for each token
@@ -114,8 +115,8 @@ class PackedLayout:
 
     @property
     def upper(self) -> PackedLayout | None:
-        """The layout of the upper halves of codes alone, which kernels read as keys; None if they have no plane of their own."""
-        return replace(self, kind="int2", planes=("high", "", self.planes[2]), writable=False) if self.kind == "lut4" else None
+        """The layout of the upper halves of codes alone; None if they have no plane of their own."""
+        return replace(self, kind="int2", planes=("high", "", self.planes[2]), writable=False) if self.high == 2 else None
 
 
 class QuantizedValues(NamedTuple):
@@ -196,7 +197,11 @@ class Codec(ABC):
     @property
     def coarse(self) -> Codec:
         """The codec that reads the upper halves of these codes alone, where they have a plane of their own; else this one."""
-        return self
+        return UpperHalves(self) if self.packed_layout and self.packed_layout.upper else self
+
+    def unpack_upper(self, codes: Codes, head_dim: int) -> QuantizedValues:
+        """`unpack` of the upper halves of codes, where they have a plane of their own."""
+        raise NotImplementedError(f"{self} has no upper halves")
 
     def rotate(self, x: Tensor) -> Tensor:
         """The vectors `x` `[B, H, T, D]` rotated for storage, before quantization, fp32; `rotate(q) . rotate(k) = q .
@@ -211,6 +216,32 @@ class Codec(ABC):
         levels, scale, offset, center = self.unpack(codes, head_dim)
         stored = affine(levels, scale, offset)
         return self.unrotate(stored if center is None else stored + center).to(dtype)
+
+
+@dataclass(frozen=True)
+class UpperHalves(Codec):
+    """The upper halves of the codes of another codec, read alone: each stands for the four values that share it. Half of the bytes of a
+    code tell which keys a query matches nearly as well as all of them."""
+
+    codec: Codec
+
+    @property
+    def rotation(self) -> Hadamard | None:  # type: ignore[override]
+        return self.codec.rotation
+
+    @property
+    def packed_layout(self) -> PackedLayout | None:
+        layout = self.codec.packed_layout
+        return layout and layout.upper
+
+    def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
+        return tuple(buffer for buffer in self.codec.buffers(head_dim) if buffer.name != "low")
+
+    def quantize(self, x: Tensor, statistics: Codes) -> Codes:
+        return {name: codes for name, codes in self.codec.quantize(x, statistics).items() if name != "low"}
+
+    def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
+        return self.codec.unpack_upper(codes, head_dim)
 
 
 @cache

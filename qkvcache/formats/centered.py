@@ -68,10 +68,8 @@ class Centered(Codec):
     def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
         return self.codec.unpack(codes, head_dim)._replace(center=codes["center"])
 
-    @property
-    def coarse(self) -> Codec:
-        coarse = self.codec.coarse
-        return self if coarse is self.codec else replace(self, codec=coarse)
+    def unpack_upper(self, codes: Codes, head_dim: int) -> QuantizedValues:
+        return self.codec.unpack_upper(codes, head_dim)._replace(center=codes["center"])
 
     def refuses(self, head_dim: int) -> str | None:
         return self.codec.refuses(head_dim)

@@ -10,7 +10,7 @@ Kernels read 16-bit words (little-endian) and mask all of a word's channels out 
           high bits: word j of the D/16 those of words j and j + D/16 of the plane above, nibble e those of channels 2e and 2e + 1: bits 2
           and 3 for the first of these words, 0 and 1 for the second
           Planes keep every read aligned, where a stream of 3-bit codes would straddle words.
-halves    indices of 16 Lloyd-Max levels, in two planes, so that the upper two bits can be read alone: they are a coarser code
+halves    codes of 4 bits in two planes, so that the upper two bits can be read alone: they are a coarser code
           high bits: word j holds those of channels 8j to 8j + 7, as codes of 2 bits are
           low bits: the same, with the channels of each nibble swapped: nibble e holds channel 2e + 1, then channel 2e. Then one select of
           bits from both planes makes nibbles that are the codes of odd channels, and another those of even channels with halves exchanged

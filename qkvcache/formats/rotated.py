@@ -29,6 +29,10 @@ class Rotated(Codec):
     rotation: Hadamard | None = Hadamard()
 
     @property
+    def _halves(self) -> bool:
+        return self.bits == 4
+
+    @property
     def packed_layout(self) -> PackedLayout:
         planes = (*plane_names(self.bits, self._halves), "scale")
         return PackedLayout(f"lut{self.bits}", "fp16", planes=planes, rotation=number_of(self.rotation))
@@ -47,34 +51,8 @@ class Rotated(Codec):
         step, counts = GRID[self.bits]
         return _in_steps(lookup(codes, self.bits, grid_steps(counts), self._halves), codes["scale"].float() * step)
 
-    @property
-    def _halves(self) -> bool:
-        return self.bits == 4
-
-    @property
-    def coarse(self) -> Codec:
-        return UpperHalves(self.rotation) if self._halves else self
-
-
-@dataclass(frozen=True)
-class UpperHalves(Codec):
-    """The upper halves of the codes of `Rotated(4)`, read alone: each stands for its four levels (`codebooks.UPPER`). Half of the bytes
-    of a code tell which keys a query matches nearly as well as all of them (the error of a score has the size of that of `Rotated(2)`)."""
-
-    rotation: Hadamard | None = Hadamard()
-
-    @property
-    def packed_layout(self) -> PackedLayout | None:
-        return Rotated(4, self.rotation).packed_layout.upper
-
-    def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
-        return tuple(buffer for buffer in Rotated(4, self.rotation).buffers(head_dim) if buffer.name != "low")
-
-    def quantize(self, x: Tensor, statistics: Codes) -> Codes:
-        codes = Rotated(4, self.rotation).quantize(x, statistics)
-        return {name: codes[name] for name in ("high", "scale")}
-
-    def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
+    def unpack_upper(self, codes: Codes, head_dim: int) -> QuantizedValues:
+        """By evenly spaced levels (`codebooks.UPPER`), under which the error of a score has the size of that of `Rotated(2)`."""
         return _in_steps(lookup({"codes": codes["high"]}, 2, grid_steps((0, 1))), codes["scale"].float() * (UPPER * GRID[4][0]))
 
 

@@ -2,7 +2,8 @@
 
 zero  = min                    fp16
 scale = (max - zero) / (2^b-1) fp16, at least its smallest number
-code  = int((x - zero) / scale + .5)         b = 8: D bytes;  4: D / 2;  3: D / 4 + D / 8;  and 4 bytes of (scale, zero)
+code  = int((x - zero) / scale + .5)         b = 8: D bytes;  4: D / 2, in two planes of halves;  3: D / 4 + D / 8
+                               and 4 bytes of (scale, zero)
 x     = code * scale + zero
 
 vLLM and the article choose codes for the fp32 scale and minimum, and store both in fp16; here codes are chosen for what is stored, which
@@ -30,12 +31,16 @@ class Uniform(Codec):
     bits: Literal[3, 4, 8]
 
     @property
+    def _halves(self) -> bool:
+        return self.bits == 4
+
+    @property
     def packed_layout(self) -> PackedLayout:
-        kind = {8: "uint8", 4: "int4", 3: "int3"}[self.bits]
-        return PackedLayout(kind, "pair", planes=(*plane_names(self.bits), "scale_zero"))
+        kind = {8: "uint8", 4: "int4_halves", 3: "int3"}[self.bits]
+        return PackedLayout(kind, "pair", planes=(*plane_names(self.bits, self._halves), "scale_zero"))
 
     def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
-        return (*code_buffers(self.bits, head_dim), Buffer("scale_zero", torch.float16, 2, "scales"))
+        return (*code_buffers(self.bits, head_dim, self._halves), Buffer("scale_zero", torch.float16, 2, "scales"))
 
     def quantize(self, x: Tensor, statistics: Codes) -> Codes:
         x = x.float()
@@ -45,9 +50,14 @@ class Uniform(Codec):
         x, high = x - zero.float(), high - zero.float()
         scale = (high / top).clamp_min(LEAST_SCALE).half()
         codes = (x / scale.float() + 0.5).clamp(0, top)
-        return pack(codes.to(torch.uint8), self.bits) | {"scale_zero": torch.cat([scale, zero], dim=-1)}
+        return pack(codes.to(torch.uint8), self.bits, self._halves) | {"scale_zero": torch.cat([scale, zero], dim=-1)}
 
     def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
-        levels = codes["codes"].float() if self.bits == 8 else lookup(codes, self.bits, tuple(range(2**self.bits)))
+        levels = codes["codes"].float() if self.bits == 8 else lookup(codes, self.bits, tuple(range(2**self.bits)), self._halves)
         scale, zero = codes["scale_zero"].float().split(1, dim=-1)
         return QuantizedValues(levels, scale, zero)
+
+    def unpack_upper(self, codes: Codes, head_dim: int) -> QuantizedValues:
+        """By the means of the four values that share an upper half."""
+        scale, zero = codes["scale_zero"].float().split(1, dim=-1)
+        return QuantizedValues(lookup({"codes": codes["high"]}, 2, tuple(range(4))), 4 * scale, zero + 1.5 * scale)

@@ -40,14 +40,14 @@ def unit_of(layout: PackedLayout) -> float:
     if layout.kind == "e2m1":
         return 2.0**8  # times 2^6, which scales are kept small by
     if layout.kind == "int2":
-        return UPPER * GRID[4][0]
+        return 4.0 if layout.scale == "pair" else UPPER * GRID[4][0]
     return GRID[_GRIDS[layout.kind]][0] / _TINY if layout.kind in _GRIDS else 1.0
 
 
 @triton.constexpr_function
 def offset_of(layout: PackedLayout) -> float:
     """The number that stands for zero, in units of `plane_offset`; for scales with a zero of their own, the one that stands for code 0."""
-    if layout.kind == "int4":
+    if layout.kind in ("int4", "int4_halves"):
         return 16.0 + 8 * (layout.scale == "group")
     if layout.kind in ("int3", "int2"):
         return 8.0 if layout.kind == "int3" else 1.0
@@ -57,7 +57,9 @@ def offset_of(layout: PackedLayout) -> float:
 @triton.constexpr_function
 def plane_offset(layout: PackedLayout, plane: int) -> float:
     """The number in a plane that stands for `offset_of`: 1.0 where all planes have the same."""
-    return 2.0 ** (10 - _PLACES2[plane]) + 1.5 if layout.kind == "int2" else 1.0
+    if layout.kind != "int2":
+        return 1.0
+    return 2.0 ** (10 - _PLACES2.value[plane]) + (-1.5 / 4 if layout.scale == "pair" else 1.5)
 
 
 _LUT2, _LUT3, _LUT4 = (_table(bits, grid_levels(bits)) for bits in (2, 3, 4))
@@ -201,13 +203,14 @@ _ASM["lut2"] = (
     + _read_both(_read("lop3.b32 {0}, {0}, 0x33333333, 0x44444444, 0xea", "0", _LUT2[0]))
     + "}"
 )
-_PLACES2 = 0, 2, 4, 6, 8, 4, 6, 8
-"""The bit of the mantissa at which the two bits of each channel are read, those of the last three after a shift by six. A number `n` from
-bit `p` on reads 2^(10 - p) + n, under the exponent 25 - p."""
+_PLACES2 = tl.constexpr((6, 8, 4, 6, 8, 4, 6, 8))
+"""The bit of the mantissa at which the two bits of each channel are read, those of the first two and of the last three after a shift by
+six. A number `n` from bit `p` on reads 2^(10 - p) + n, under the exponent 25 - p: up to 67, since sums lose bits to larger ones."""
 _ASM["int2"] = (
-    "{ .reg .b32 s; shr.u32 s, $8, 6;"
+    "{ .reg .b32 l, r; shl.b32 l, $8, 6; shr.u32 r, $8, 6;"
     + "".join(
-        f" lop3.b32 ${i}, {'s' if i > 4 else '$8'}, {0x30003 << p:#x}, {(25 - p << 10) * 0x10001:#x}, 0xea;" for i, p in enumerate(_PLACES2)
+        f" lop3.b32 ${i}, {x}, {0x30003 << p:#x}, {(25 - p << 10) * 0x10001:#x}, 0xea;"
+        for i, (x, p) in enumerate(zip(("l", "l", "$8", "$8", "$8", "r", "r", "r"), _PLACES2.value, strict=True))
     )
     + " }"
 )
@@ -230,6 +233,21 @@ def _paired(nibbles: str, planes: tuple[str, ...], table: tuple[int, ...]) -> st
     return read + "".join(f" prmt.b32 {to}, x, h, {0xC480 + 0x1111 * i:#x};" for i, to in enumerate(planes))
 
 
+# Upper halves of codes ($9) and lower ones ($8), those of two channels swapped, to codes at bit 6 of each half of a register: of odd
+# channels, whose halves are neighbours, then of even ones, of which a shift of one half makes neighbours.
+_ASM["int4_halves"] = (
+    "{ .reg .b32 h, l, o, a, b, t; shl.b32 h, $9, 4; shr.u32 l, $8, 4; lop3.b32 o, $9, 0xcccccccc, $8, 0xe2;"
+    " lop3.b32 a, h, 0x03300330, $8, 0xe2; lop3.b32 b, $9, 0x33003300, l, 0xe2;"
+    + "".join(
+        f" {shift} lop3.b32 ${plane}, {'t' if shift else of}, 0x03c003c0, 0x4c004c00, 0xea;"
+        for plane, of, shift in (
+            (0, "a", "shl.b32 t, a, 4;"), (1, "o", "shl.b32 t, o, 6;"), (2, "a", ""), (3, "o", "shl.b32 t, o, 2;"),
+            (4, "b", ""), (5, "o", "shr.u32 t, o, 2;"), (6, "b", "shr.u32 t, b, 4;"), (7, "o", "shr.u32 t, o, 6;"),
+        )
+    )
+    + " }"
+)  # fmt: skip
+
 # Upper halves of codes ($9) and lower ones ($8), those of two channels swapped, to nibbles of odd channels (o) and of even ones (e).
 _ASM["lut4"] = (
     "{ .reg .b32 e, o, x, h, n; lop3.b32 o, $9, 0xcccccccc, $8, 0xe2; lop3.b32 e, $9, 0x33333333, $8, 0xe2;"
@@ -237,7 +255,6 @@ _ASM["lut4"] = (
 )  # fmt: skip
 
 _ASSEMBLY = tl.constexpr(_ASM)
-_INT2 = tl.constexpr(PackedLayout("int2"))
 
 
 @triton.constexpr_function
@@ -269,7 +286,7 @@ def unpack(KIND: tl.constexpr, w, h, shift, ARCH: tl.constexpr):
     that shape, fp16 (the dtype of `w` for `half`), one for each channel of a word.
 
     half    the numbers        e4m3, e5m2, int8, uint8   their values       e2m1   2^-14 of the value
-    int4    16 + n             int3   8 + n
+    int4, int4_halves   16 + n   int3   8 + n
     int2    2^(10 - p) + n, `_PLACES2`
     lut4, lut3, lut2   2^-24 of the level in steps, moved to be positive
     """
@@ -309,17 +326,20 @@ def _plain(KIND: tl.constexpr, w, h, shift):
             _bits((x << 6 & 0x0E00) | (x << 1 & 0x8000)),
             _bits((x << 9 & 0x0E00) | (x << 2 & 0x8000)),
         )
-    elif KIND == "lut4":
+    elif KIND == "lut4" or KIND == "int4_halves":
         high = h.to(tl.int32) & 0xFFFF
         for i in tl.static_range(8):
             n = (x >> (2 * (i ^ 1)) & 3) | (high >> (2 * i) & 3) << 2
-            p = p + (_bits(tl.where(n < 8, _entry(_LUT4_0, _LUT4_1, n & 7), _entry(_LUT4_2, _LUT4_3, n & 7))),)
+            if KIND == "lut4":
+                p = p + (_bits(tl.where(n < 8, _entry(_LUT4_0, _LUT4_1, n & 7), _entry(_LUT4_2, _LUT4_3, n & 7))),)
+            else:
+                p = p + (_bits(n << 6 | 0x4C00),)
     elif KIND == "lut2":
         for i in tl.static_range(8):
             p = p + (_bits(_entry(_LUT2_0, _LUT2_0, x >> (2 * i) & 3)),)
     elif KIND == "int2":
         for i in tl.static_range(8):
-            p = p + (((x >> (2 * i) & 3).to(tl.float32) + (plane_offset(_INT2, i) - 1.5)).to(tl.float16),)
+            p = p + (((x >> (2 * i) & 3) + (1 << (10 - _PLACES2[i]))).to(tl.float16),)
     else:
         high = h.to(tl.int32) & 0xFFFF
         high = tl.where(shift != 0, high << 2, high)

@@ -90,7 +90,10 @@ def test_lookup_reads_slices(bits, halves):
 
 @pytest.mark.parametrize(
     ("codec", "multiple"),
-    [(Rotated(2), 8), (Rotated(3), 16), (Uniform(3), 16), (Rotated(4), 4), (HiddenZeroInt4(), 4), (ScaledFloat8(), 2), (Uniform(8), 1)],
+    [
+        *((Rotated(2), 8), (Rotated(3), 16), (Uniform(3), 16), (Rotated(4), 4), (Uniform(4), 4)),
+        *((HiddenZeroInt4(), 4), (ScaledFloat8(), 2), (Uniform(8), 1)),
+    ],
 )
 def test_refuses_what_lookup_cannot_read(codec, multiple):
     for head_dim in range(1, 4 * multiple + 1):

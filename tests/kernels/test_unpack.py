@@ -80,7 +80,7 @@ def test_bytes(codec, table, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("codec", [Uniform(4), HiddenZeroInt4(), GroupInt4()], ids=["uniform", "hidden", "group"])
+@pytest.mark.parametrize("codec", [HiddenZeroInt4(), GroupInt4()], ids=["hidden", "group"])
 def test_nibbles(codec, arch):
     table = range(-8, 8) if isinstance(codec, GroupInt4) else range(16)
     numbers = levels(codec, planes(codec.packed_layout.kind, 4, ALL_WORDS, arch))
@@ -90,15 +90,15 @@ def test_nibbles(codec, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_four_bits_in_halves(arch):
+@pytest.mark.parametrize(("codec", "table"), [(Rotated(4), grid_levels(4)), (Uniform(4), range(16))], ids=["lloyd", "uniform"])
+def test_four_bits_in_halves(codec, table, arch):
     """Every word of either plane, beside random ones of the other."""
     other = torch.randint(2**16, ALL_WORDS.shape, device=DEVICE)
-    codec = Rotated(4)
-    table = torch.tensor(grid_levels(4), device=DEVICE)
+    table = torch.tensor([float(x) for x in table], device=DEVICE)
     for low, high in ((ALL_WORDS, other), (other, ALL_WORDS)):
         wanted = torch.stack([table[low >> 2 * (i ^ 1) & 3 | (high >> 2 * i & 3) << 2] for i in range(8)])
         # Levels are products of a step and a count, rounded here and there.
-        torch.testing.assert_close(levels(codec, planes("lut4", 8, low, arch, high)), wanted, rtol=1e-6, atol=0)
+        torch.testing.assert_close(levels(codec, planes(codec.packed_layout.kind, 8, low, arch, high)), wanted, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -137,8 +137,12 @@ def test_three_bits(codec, arch):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
     ("codec", "values"),
-    [(Rotated(2), grid_levels(2)), (Rotated(4).coarse, [(n - 1.5) * UPPER * GRID[4][0] for n in range(4)])],
-    ids=["two", "upper"],
+    [
+        (Rotated(2), grid_levels(2)),
+        (Rotated(4).coarse, [(n - 1.5) * UPPER * GRID[4][0] for n in range(4)]),
+        (Uniform(4).coarse, [4 * n + 1.5 for n in range(4)]),
+    ],
+    ids=["two", "upper", "upper_uniform"],
 )
 def test_two_bits(codec, values, arch):
     numbers = levels(codec, planes(codec.packed_layout.kind, 8, ALL_WORDS, arch))
@@ -174,7 +178,7 @@ def test_halves(arch):
     assert torch.equal(out[0], low)
 
 
-@pytest.mark.parametrize(("kind", "count"), [("lut4", 8), ("int2", 8), ("lut2", 8), ("lut3", 8), ("int3", 8)])
+@pytest.mark.parametrize(("kind", "count"), [("int4_halves", 8), ("lut4", 8), ("int2", 8), ("lut2", 8), ("lut3", 8), ("int3", 8)])
 def test_assembly(kind, count):
     """What is assembled for NVIDIA gives, run on numbers, what plain Triton does; two words in a register, of either half."""
     pairs = torch.randint(2**16, (3, 2, 2**16))
