@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from error_bars import number
+from error_bars import number, recalled
 from harness import RESULTS, Table, picture, read_rows
 from palette import family, format_color, policy_color
 
@@ -39,15 +39,17 @@ def quality(format: str | None, policy: str | None = None, budget: float | None 
     return None
 
 
-def facts(row: dict) -> int:
-    return sum(right for both in row["recall"].values() for right in both)
+def facts(row: dict) -> str:
+    """The share of facts that are recalled, asked after the context and with it, in contexts of every length."""
+    counts = [right for both in row["recall"].values() for right in both]
+    return recalled(sum(counts), row["cases"] * len(counts))
 
 
 def attention(format: str, case: str = "8x32768") -> dict | None:
-    """The newest row of the kernels for the format, which was measured with or without a mean of keys."""
+    """The newest row of the kernels for the format."""
     found = [
         row for row in rows("kernels")
-        if row["kind"] == "attend" and row["case"] == case and row["device"] == H100 and row["format"].removesuffix(UNCENTERED) == format
+        if row["kind"] == "attend" and row["case"] == case and row["device"] == H100 and row["format"] == format
     ]  # fmt: skip
     return max(found, key=lambda row: row["date"], default=None)
 
@@ -62,23 +64,23 @@ def step(cache: str, mode: str, case: tuple[int, int] = (8, 32_768), device: str
 
 
 def caches() -> Table:
-    dense, base = quality(None), step("DynamicCache", "eager")
+    dense, base, plain = quality(None), step("DynamicCache", "eager"), step("identity", "compiled")
     kept, kept_of = quality("turboquant_4bit_nc", "snapkv", 0.5), next(row for row in rows("quality_policies") if row["format"] is None)
-    if dense is None or base is None or kept is None:
+    if dense is None or base is None or plain is None or kept is None:
         raise ValueError("rows are missing")
-    lines = [["`DynamicCache` (transformers)", "1.0x", "0", "100 %", "1.0x", "1.0x"]]
+    lines = [["`DynamicCache` (transformers)", "1.0x", "0", facts(dense), "1.0x", "", "1.0x"]]
     for call, format in CACHES.items():
         near, fast, whole = quality(format), attention(format), step(format, "compiled")
         lines.append([
-            f"`{call}`", *(_quality(near, dense) if near else ("",) * 3), f"{fast['ratio']:.1f}x" if fast else "",
-            f"{base['ms'] / whole['ms']:.1f}x" if whole else "",
+            f"`{call}`", *(_quality(near) if near else ("",) * 3), f"{fast['ratio']:.1f}x" if fast else "",
+            *(f"{of['ms'] / whole['ms']:.1f}x" if whole else "" for of in (plain, base)),
         ])  # fmt: skip
-    lines.append([f"`{SNAPKV}`", *_quality(kept, kept_of), "", ""])
-    return Table(["cache", "smaller", "KL", "facts", "attention", "a step"], lines, rule=RULE)
+    lines.append([f"`{SNAPKV}`", *_quality(kept)[:2], f"{facts(kept)} of {facts(kept_of)}", "", "", ""])
+    return Table(["cache", "smaller", "KL", "facts", "attention", "a step", "a step, with compilation"], lines, rule=RULE)
 
 
-def _quality(row: dict, dense: dict) -> tuple[str, str, str]:
-    return f"{row['ratio']:.1f}x", number(row["kl"]), f"{100 * facts(row) / facts(dense):.0f} %"
+def _quality(row: dict) -> tuple[str, str, str]:
+    return f"{row['ratio']:.1f}x", number(row["kl"]), facts(row)
 
 
 def steps() -> Table:

@@ -135,7 +135,7 @@ def read_twice(share: float, why: str) -> Choice:
     return Choice(
         f'CompressedCache(config, format="turboquant_4bit_nc", policy=policies.KVzip(budget={share}))',
         "turboquant_4bit_nc", policies.KVzip(budget=share),
-        f"4 bits and {why} of what the dense run recalls. `cache.compress(model, ids, tokenizer=tokenizer)` fills "
+        f"in 4 bits {why} of what the dense run recalls. `cache.compress(model, ids, tokenizer=tokenizer)` fills "
         "the cache and reads the context twice; until then the context is uncompressed, so fill one cache after another",
     )  # fmt: skip
 
@@ -155,8 +155,7 @@ LADDERS: dict[str, tuple[Choice, ...]] = {
 }
 """Choices for each workload, from the largest to the smallest. For "facts", tokens are evicted by a second reading,
 since with equal budgets of all heads no policy retains facts. Formats whose KL divergence exceeds
-.05 on biased keys (tests/caches/test_biased.py) are left out: for example 2 bits, with .6 in a pretrained model of the
-Qwen2 family."""
+.05 on biased keys (tests/caches/test_biased.py) are left out, as 2 bits."""
 LONG_START = {"facts": FOUR_BITS, "question": FOUR_BITS, "continue": SNAPKV_50}
 
 
