@@ -319,9 +319,10 @@ def storing(format: str, head_dim: int, tokens: int, target: str, heads: int = 8
 def stepping(format: str, head_dim: int, target: str) -> Iterator[Job]:
     """A step of one token, and one that leaves the ring of a layer that evicts."""
     codecs = dict(zip(("key", "value"), FORMATS[format].codecs(), strict=True))
-    zones = _strided("*bf16", 3) + _strided("*bf16", 2) * 2
+    zones = _strided("*bf16", 2) * 2
     step: dict[str, str | Types] = {"control": "*i32", "rows": "*i32", "table": "*i64"}
-    step |= {name: (*zones, _planes_of(codec, head_dim, "*bf16")) for name, codec in codecs.items()}
+    step |= {name: _strided("*bf16", 3) for name in codecs}
+    step |= {f"{name[0]}_stored": (*zones, _planes_of(codec, head_dim, "*bf16")) for name, codec in codecs.items()}
     evict: dict[str, str | Types] = RECORD_TYPES | {"table": "*i64"}
     evict |= {name: ("*bf16", "*bf16", _planes_of(codec, head_dim, "*bf16")) for name, codec in codecs.items()}
     stored = storing(format, head_dim, 1, target)

@@ -12,7 +12,6 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar, Unpack
 
@@ -175,7 +174,7 @@ def _attend_pages(
             selection = _module("triton_select_blocks").select_blocks(query, inputs, mask, **options)
         else:
             selection = selecting.select_blocks(query, inputs, mask, keys, **options)
-        inputs = replace(inputs, selection=selection)
+        inputs = inputs.twin(selection=selection)
     return (_module("fused") if by_kernel else paged).attend_pages(query, inputs, mask, **options)
 
 

@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from ..formats.base import PackedLayout
+from .launch import Held, Launcher
 from .pages import BLOCK, LEAST_SPLIT, MOST_SPLITS, PagedInputs, PageOptions, Splits
 from .segments import layout_of, planes_of
 from .tables import Tables, tables
@@ -91,10 +92,19 @@ def _in_tiles(layout: PackedLayout, head_dim: int) -> bool:
 
 EXACT_TILE = 32
 """Exact tokens of a tile. One program reads all of them, and with few other tokens all others wait for it."""
-TILE_CONSTANTS = {*attend_tiles_kernel.arg_names, "num_warps", "num_stages", "maxnreg"}
-"""The constants of a call that `attend_tiles_kernel` takes."""
 SUM_TOKENS = 1024
 """Tokens of a program that sums attention."""
+OF_INPUTS = "rows", "lengths", "exact", "rows_b", "lengths_b", "lengths_h", "exact_strides", "n_sinks", "n_residual"
+"""Arguments of kernels that are the same in all calls over the same inputs."""
+OF_CALL = (
+    "query", "mask", "part", "maxima", "sums", "table", "query_b", "query_h", "query_q", "table_b", "mask_b", "mask_t", "scaling",
+    "softcap", "n_quantized", "least",
+)  # fmt: skip
+"""Arguments of a call that both attention kernels have."""
+OF_ATTEND = "region_query", "items", "blocks", "read", "weights", "tops", "table_h", "mask_h", "mask_q", "room"
+"""Those that `attend_kernel` has besides."""
+OF_REDUCE = "part", "maxima", "sums", "firsts", "sinks", "out", "lse", "splits"
+OF_SUM = "weights", "tops", "lse", "observed", "attention_sums", "slots", "grains", "n_quantized"
 
 
 def supports(inputs: PagedInputs, query: Tensor) -> bool:
@@ -174,6 +184,19 @@ class Arguments(NamedTuple):
         return inputs.launches[counted]
 
 
+def _held(inputs: PagedInputs, empty: Tensor) -> Held:
+    """The arguments `OF_INPUTS`."""
+    if "attention" not in inputs.held:
+        rows, exact, (sinks, _, ring) = inputs.rows, (*inputs.sinks, *inputs.ring), inputs.slots
+        lengths = None if rows is None else inputs.pages.lengths
+        inputs.held["attention"] = Held(
+            rows=empty if rows is None else rows, lengths=empty if lengths is None else lengths, exact=exact,
+            rows_b=0 if rows is None else rows.stride(0), lengths_b=inputs.pages.strides[2], lengths_h=inputs.pages.strides[3],
+            exact_strides=tuple(n for x in exact for n in x.stride()[:3]), n_sinks=sinks, n_residual=ring,
+        )  # fmt: skip
+    return inputs.held["attention"]
+
+
 def _strides(planes: Sequence[Tensor], once: bool) -> tuple[int, ...]:
     """Strides of codes, high bits, scales and the mean over the first two dimensions: 0 over heads, or over rows, that share an entry."""
     found = []
@@ -220,7 +243,7 @@ class LaunchPlan:
         # Weights that are stored need the registers that more rows would.
         launch = launch or launched(use.key, use.value, max(dim, self.value_dim), rows, nvidia and not observed)
         self.tile, self.rows, self.exact = min(launch.tile, BLOCK) if selected else launch.tile, launch.rows if nvidia else 16, exact
-        self.blocks, self.programs = -(-rows // self.rows), processors * launch.programs
+        self.blocks, self.programs, self.many = -(-rows // self.rows), processors * launch.programs, launch.many
         self.panels = (1 if items else self.batch) * self.heads * self.blocks  # each is read by as many programs as there are splits
         # Columns of the scratch of accumulated attention: at least the two that a thread holds.
         self.width = max(triton.next_power_of_2(min(rows, self.rows)), 2) if observed else 0
@@ -229,21 +252,33 @@ class LaunchPlan:
         # The heads of a query are next to each other, as transformers asks for.
         self.out_strides = query_heads * self.queries * self.value_dim, self.value_dim, query_heads * self.value_dim, 1
         self.no_sums = torch.empty(self.batch, self.heads, 0, device=device)
-        shared = {"G": self.groups, "R": self.rows}
-        self.attend: dict[str, Any] = {
-            **shared, "T": self.tile, "SOFTCAP": softcap, "MASK": mask, "CAUSAL": causal and self.queries > 1, "ARCH": arch,
-            "EXACT": exact, "TURN": use.factor if use.whole is None else 1.0, "ATTENTION_SUMS": self.width, "ITEMS": items,
-            "BLOCK": BLOCK if selected else 0, "num_warps": launch.warps, "num_stages": launch.stages, **args.constants,
+        fixed = {
+            **args.constants, "G": self.groups, "R": self.rows, "T": self.tile, "SOFTCAP": softcap, "MASK": mask, "ARCH": arch,
+            "CAUSAL": causal and self.queries > 1, "EXACT": exact, "TURN": use.factor if use.whole is None else 1.0,
+            "ATTENTION_SUMS": self.width, "WIDTH": self.width, "ITEMS": items, "BLOCK": BLOCK if selected else 0, "N": SUM_TOKENS,
+            "heads": self.heads, "queries": self.queries, "signs": use.signs, "rotation": use.rotation,
+            "k_planes": args.planes[0], "v_planes": args.planes[1], "mean_strides": args.means[0],
         }  # fmt: skip
+        options = {"num_warps": launch.warps, "num_stages": launch.stages}
         if launch.registers and arch:
-            self.attend["maxnreg"] = launch.registers
-        self.attend_in_tiles = {name: x for name, x in self.attend.items() if name in TILE_CONSTANTS} | {"MASK": mask != "none"}
-        self.sum = {**shared, "COUNTED": args.constants["COUNTED"], "WIDTH": self.width, "N": SUM_TOKENS, "ARCH": arch, "num_warps": 4}
-        self.reduce = {
-            **shared, "V": use.value, "DV": self.value_dim, "C": columns, "S": 32, "SINKS": sinks, "EXACT": exact,
-            "TURN": use.v_block**-0.5, "STAGES": use.v_block.bit_length() - 1, "ITEMS": items,
-            "num_warps": 8 if columns > 256 else 4 if use.value.rotated else 1,
+            options["maxnreg"] = launch.registers
+        if launch.many:
+            tiles = {"rotation": use.matrix, "MASK": mask != "none"}
+            self.attend = Launcher(attend_tiles_kernel, device, OF_CALL, OF_INPUTS, **fixed | options | tiles)
+        else:
+            self.attend = Launcher(attend_kernel, device, OF_CALL + OF_ATTEND, OF_INPUTS, **fixed | options)
+        self.fixed = fixed
+        """Arguments that launches of other kernels may share."""
+        self.score: Launcher | None = None
+        """Launches of the kernel that scores blocks, if there were any."""
+        self.sum = Launcher(sum_splits_kernel, device, OF_SUM, OF_INPUTS, **fixed, blocks=self.blocks, num_warps=4) if observed else None
+        strides = dict(zip(("out_stride_b", "out_stride_h", "out_stride_q"), self.out_strides, strict=False))
+        reduce = {
+            "blocks": self.blocks, "C": columns, "S": 32, "SINKS": sinks, "TURN": use.v_block**-0.5, "STAGES": use.v_block.bit_length() - 1,
+            "signs": use.v_signs, "center": args.planes[1][3], "center_b": args.means[1][0], "center_h": args.means[1][1],
+            "num_warps": 8 if columns > 256 else 4 if use.value.rotated else 1, **strides,
         }  # fmt: skip
+        self.reduce = Launcher(reduce_kernel, device, OF_REDUCE, **fixed | reduce)
         self.reduce_grid = rows, self.batch * self.heads, -(-self.value_dim // columns)
 
 
@@ -258,6 +293,7 @@ class Call:
     ) -> None:
         self.inputs, self.args, self.items, shape = inputs, Arguments.of(inputs), items, query.shape
         args, (sinks, region, ring) = self.args, inputs.slots
+        self.held, self.strides = _held(inputs, args.empty), inputs.pages.strides
         self.zones = zones = region, sinks, ring
         scaling, softcap = options.get("scaling"), options.get("softcap")
         self.sinks, self.observed = options.get("sinks"), options.get("observed")
@@ -274,13 +310,7 @@ class Call:
             if mask.dtype == torch.bool:
                 kind, mask = "row" if shape[2] == 1 and not self.mask_strides[1] else "bool", mask.view(torch.uint8)
             self.mask = mask
-        self.exact = *inputs.sinks, *inputs.ring
-        pages, rows = inputs.pages, inputs.rows
-        lengths = pages.lengths if rows is not None else None
-        self.rows, self.rows_stride = (args.empty, 0) if rows is None else (rows, rows.stride(0))
-        self.lengths = args.empty if lengths is None else lengths
-        self.strides = pages.strides
-        self.scalars = {"scaling": shape[3] ** -0.5 if scaling is None else scaling, "softcap": softcap or 1.0}
+        self.scaling, self.softcap = float(shape[3] ** -0.5 if scaling is None else scaling), float(softcap or 1.0)
         key = (
             shape, inputs.ring[0].shape[1], kind, sinks + ring > 0, options.get("causal", False), softcap is not None,
             self.sinks is not None, self.observed is not None, items is not None, inputs.selection is not None, launch,
@@ -309,80 +339,51 @@ class Call:
     def _empty(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
 
-    def _shared(self) -> dict[str, Any]:
-        """The arguments that both attention kernels have."""
-        (_, n_sinks, n_residual), (query_b, query_h, query_q, _) = self.zones, self.query.stride()
-        part, maxima, sums = self.outputs
-        k_planes, v_planes = self.args.planes
-        exact_strides = tuple(n for x in self.exact for n in x.stride()[:3])
-        return {
-            "query": self.query, "table": self.inputs.pages.table, "rows": self.rows, "lengths": self.lengths, "k_planes": k_planes,
-            "v_planes": v_planes, "exact": self.exact, "mask": self.mask, "part": part, "maxima": maxima, "sums": sums,
-            "query_b": query_b, "query_h": query_h, "query_q": query_q, "table_b": self.strides[0], "rows_b": self.rows_stride,
-            "lengths_b": self.strides[2], "exact_strides": exact_strides,
-            "mean_strides": self.args.means[0],
-            "mask_b": self.mask_strides[0], "mask_t": self.mask_strides[3], "n_sinks": n_sinks, "n_quantized": self.inputs.max_length,
-            "n_residual": n_residual, "heads": self.plan.heads, "queries": self.plan.queries, **self.scalars,
-        }  # fmt: skip
-
     def attend(self) -> None:
-        """A launch of `attend_kernel`."""
-        plan, args, n_quantized, tokens = self.plan, self.args, self.zones[0], self.inputs.tokens
-        least, items = LEAST_SPLIT, args.empty
+        """A launch of `attend_kernel`, or of `attend_tiles_kernel`."""
+        plan, n_quantized, tokens, least = self.plan, self.zones[0], self.inputs.tokens, LEAST_SPLIT
         if self.items is not None:
-            items = self.items.items
-            self.allocate(len(items))
+            self.allocate(len(self.items.items))
         else:
-            if tokens is None:
-                splits = split(n_quantized, plan.panels, plan.tile, plan.programs)
+            programs = plan.programs
+            if plan.many:  # beside few long splits, the programs of the exact tokens are brief
+                programs += plan.panels * (programs <= 8 * plan.panels)
+            if tokens is None or plan.many:
+                splits = split(n_quantized, plan.panels, plan.tile, programs)
             else:  # rows of different lengths: as many tokens to a split as if all were one row
-                least = -(-max(tokens * plan.heads * plan.blocks // plan.programs, LEAST_SPLIT) // plan.tile) * plan.tile
+                least = -(-max(tokens * plan.heads * plan.blocks // programs, LEAST_SPLIT) // plan.tile) * plan.tile
                 splits = min(-(-n_quantized // least), MOST_SPLITS)
             self.allocate(max(splits, 1 - plan.exact) + plan.exact)
-        selection, shared = self.inputs.selection, self._shared()
-        blocks, read, table_h = args.empty, args.empty, self.strides[1]
+        selection, empty, table, (table_b, table_h, _, _) = self.inputs.selection, self.args.empty, self.inputs.pages.table, self.strides
+        blocks, read = empty, empty
         if selection is not None:
-            blocks, read, (table_b, table_h, _) = selection.blocks, selection.lengths, selection.entries.stride()
-            shared |= {"table": selection.entries, "table_b": table_b}
-        with torch.cuda.device_of(self.query):
-            attend_kernel[(self.splits, plan.blocks, plan.panels // plan.blocks)](
-                **shared, region_query=self.region_query, rotation=args.use.rotation, signs=args.use.signs, items=items, blocks=blocks,
-                read=read, room=blocks.shape[-1], weights=self.weights, tops=self.tops, table_h=table_h, lengths_h=self.strides[3],
-                mask_h=self.mask_strides[1], mask_q=self.mask_strides[2], least=least, **plan.attend,
+            blocks, read, table, (table_b, table_h, _) = (
+                selection.blocks, selection.lengths, selection.entries, selection.entries.stride()
             )  # fmt: skip
-
-    def attend_in_tiles(self) -> None:
-        """A launch of `attend_tiles_kernel`."""
-        plan, n_quantized = self.plan, self.zones[0]
-        # Beside few long splits, the programs of the exact tokens are brief.
-        programs = plan.programs + plan.panels * (plan.programs <= 8 * plan.panels)
-        self.allocate(split(n_quantized, plan.panels, plan.tile, programs) + plan.exact)
-        with torch.cuda.device_of(self.query):
-            attend_tiles_kernel[(self.splits, plan.blocks, plan.batch * plan.heads)](
-                **self._shared(), rotation=self.args.use.matrix, least=LEAST_SPLIT, **plan.attend_in_tiles
-            )
+        mask_b, mask_h, mask_q, mask_t = self.mask_strides
+        call = (
+            self.query, self.mask, *self.outputs, table, *self.query.stride()[:3], table_b, mask_b, mask_t, self.scaling, self.softcap,
+            self.inputs.max_length, least,
+        )  # fmt: skip
+        if not plan.many:
+            items = empty if self.items is None else self.items.items
+            call += self.region_query, items, blocks, read, self.weights, self.tops, table_h, mask_h, mask_q, blocks.shape[-1]
+        plan.attend((self.splits, plan.blocks, plan.panels // plan.blocks), *call, held=self.held)
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """Joins the splits: the output `[B, Hq, Q, Dv]`, the log of the normaliser, fp32 `[B, Hq, Q]`, and the accumulated attention, fp32
         `[B, H, sum(zones)]`, or `[B, H, 0]` if it is not observed."""
-        plan, args, empty = self.plan, self.args, self.args.empty
+        plan, empty = self.plan, self.args.empty
         out = self.query.new_empty_strided(plan.out_shape, plan.out_strides)
         lse = self._empty(plan.out_shape[:3])
-        with torch.cuda.device_of(out):
-            reduce_kernel[plan.reduce_grid](
-                *self.outputs, empty if self.items is None else self.items.firsts, empty if self.sinks is None else self.sinks,
-                args.use.v_signs, args.planes[1][3], out, lse, *plan.out_strides[:3], self.splits, plan.blocks, plan.heads, plan.queries,
-                *args.means[1], **plan.reduce,
-            )  # fmt: skip
-        if self.observed is None:
+        firsts, sinks = empty if self.items is None else self.items.firsts, empty if self.sinks is None else self.sinks
+        plan.reduce(plan.reduce_grid, *self.outputs, firsts, sinks, out, lse, self.splits)
+        if self.observed is None or plan.sum is None:
             return out, lse, plan.no_sums
-        attention_sums, (n_quantized, n_sinks, n_residual) = self._empty((plan.batch, plan.heads, sum(self.zones))), self.zones
-        with torch.cuda.device_of(out):
-            sum_splits_kernel[(sum(-(-n // SUM_TOKENS) for n in self.zones), plan.batch * plan.heads)](
-                self.weights, self.tops, lse, self.observed.contiguous(), attention_sums, self.rows, self.rows_stride, self.lengths,
-                *self.strides[2:], self.slots, self.grains, n_sinks, n_quantized, n_residual, plan.blocks, plan.heads, plan.queries,
-                **plan.sum,
-            )  # fmt: skip
+        attention_sums = self._empty((plan.batch, plan.heads, sum(self.zones)))
+        grid = sum(-(-n // SUM_TOKENS) for n in self.zones), plan.batch * plan.heads, 1
+        observed, sizes = self.observed.contiguous(), (self.slots, self.grains, self.zones[0])
+        plan.sum(grid, self.weights, self.tops, lse, observed, attention_sums, *sizes, held=self.held)
         return out, lse, attention_sums
 
 
@@ -390,9 +391,14 @@ def _rotate(query: Tensor, matrix: Tensor, factor: float) -> Tensor:
     """Contiguous queries `[..., D]` times `matrix` `[D, D]` and `factor`, in fp32."""
     out, dim = torch.empty_like(query, dtype=torch.float32), query.shape[-1]
     rows = query.numel() // dim
-    with torch.cuda.device_of(out):  # Triton launches on the current device, wherever the tensors are
-        rotate_kernel[(-(-rows // 16),)](query, matrix, out, rows, D=dim, DP=triton.next_power_of_2(dim), R=16, TURN=factor)
+    _rotation(query.device, dim, factor)((-(-rows // 16), 1, 1), query, matrix, out, rows)
     return out
+
+
+@functools.lru_cache(maxsize=32)
+def _rotation(device: torch.device, dim: int, factor: float) -> Launcher:
+    constants = {"D": dim, "DP": triton.next_power_of_2(dim), "R": 16, "TURN": factor}
+    return Launcher(rotate_kernel, device, ("x", "matrix", "out", "rows"), **constants)
 
 
 def attend_pages(
@@ -409,8 +415,5 @@ def attend_pages(
     one = query.shape[2] == 1 and options.get("observed") is None and inputs.selection is None
     launch = launch or tiled(query, inputs, mask, options)
     call = Call(query, mask, inputs, options, launch, inputs.splits if one else None)
-    if launch is not None and launch.many:
-        call.attend_in_tiles()
-    else:
-        call.attend()
+    call.attend()
     return call.finish()

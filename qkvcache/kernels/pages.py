@@ -289,6 +289,8 @@ class PagedInputs:
     launches: dict[Any, Any] = field(default_factory=dict)
     """Arguments that kernels reuse from step to step: planes and statistics do not move or change. Inputs over the same storage may share
     them; rows, tables, lengths, sinks and rings may differ."""
+    held: dict[str, Any] = field(init=False, default_factory=dict)
+    """Arguments that kernels reuse in calls over these inputs, and their twins."""
 
     @property
     def arguments(self) -> tuple[list[Tensor], list[Tensor | None], list[Tensor], list[int]]:
@@ -326,11 +328,10 @@ class PagedInputs:
         budget = None if sizes[8] < 0 else AttentionBudget(sizes[8], sizes[9])
         return PagedInputs(pages, (exact[0], exact[1]), (exact[2], exact[3]), rows, max_length, tokens, splits, control, budget)
 
-    def bounded(self, max_length: int) -> PagedInputs:
-        """The same inputs with another `max_length`; `dataclasses.replace` takes five times as long, at every step."""
+    def twin(self, **changes: Any) -> PagedInputs:
+        """The same inputs with another `max_length` or `selection`; `dataclasses.replace` takes five times as long, at every step."""
         twin = object.__new__(PagedInputs)
-        twin.__dict__ |= self.__dict__
-        twin.max_length = max_length
+        twin.__dict__ |= self.__dict__ | changes
         return twin
 
     @property

@@ -4,6 +4,7 @@ Neither waits for the host, nor does work if all tokens fit in the budget, so th
 
 from __future__ import annotations
 
+import functools
 from typing import Unpack
 
 import torch
@@ -12,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats.base import PackedLayout
-from .fused import Call, architecture
+from .fused import OF_INPUTS, Call, architecture
+from .launch import Launcher
 from .pages import BLOCK, WHOLE, PagedInputs, PageOptions, Selection
 from .triton_attend import _hides, entry_of, head_of, key_scores, page_of, query_planes, words_of_tile
 from .triton_math import MASKED_SCORE, exp2, log2
@@ -189,42 +191,52 @@ def _coarse(layout: PackedLayout, planes: tuple[Tensor, ...], strides: tuple[int
 
 def select_blocks(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, **options: Unpack[PageOptions]) -> Selection:
     """Run `select_blocks.select_blocks` on the device."""
-    call = Call(query, mask, inputs, options, None, None)
+    splits = inputs.splits
+    call = Call(query, mask, inputs, options, None, splits)
     plan, args, pages, budget = call.plan, call.args, inputs.pages, inputs.budget
     room, rows = -(-inputs.max_length // BLOCK), plan.groups * plan.queries
-    tokens, share = budget.tokens, budget.share  # type: ignore[union-attr]
+    wanted = budget.tokens, budget.share  # type: ignore[union-attr]
     chosen = budget.blocks(room)  # type: ignore[union-attr]
     arch, processors = architecture(query.device)
     panels, small = plan.batch * plan.heads, 8 if rows <= 8 and (arch or query.device.type == "cpu") else 16
     row_blocks = -(-rows // small)
-    splits = min(max(processors * PROGRAMS // (panels * row_blocks), 1), -(-inputs.max_length // LEAST_SPLIT))
-    padded = max(triton.next_power_of_2(room), 32)
+    parts = min(max(processors * PROGRAMS // (panels * row_blocks), 1), -(-inputs.max_length // LEAST_SPLIT))
     scores = torch.empty(panels * room * rows, dtype=torch.float32, device=query.device)
     selection = Selection(
         torch.empty(plan.batch, plan.heads, chosen, dtype=torch.int32, device=query.device),
         torch.empty(plan.batch, plan.heads, chosen, dtype=pages.table.dtype, device=query.device),
         torch.empty(plan.batch, plan.heads, dtype=torch.int32, device=query.device),
     )
-    layout, planes, strides = _coarse(args.use.key, args.planes[0], args.constants["k_strides"])
-    counted, (table_b, _, lengths_b, _) = args.constants["COUNTED"], call.strides
-    shared = {"tokens": tokens, "share": share, "heads": plan.heads, "room": room, "BLOCK": BLOCK, "WHOLE": WHOLE, "ARCH": arch}
-    shared |= {"table": pages.table, "lengths": call.lengths, "table_b": table_b, "lengths_b": lengths_b, "n_quantized": inputs.max_length}
-    shared |= {"rows": call.rows, "rows_b": call.rows_stride}
-    items = None if inputs.splits is None else inputs.splits.items
-    with torch.cuda.device_of(query):
-        score_blocks_kernel[(splits, row_blocks, panels) if items is None else (len(items), row_blocks, plan.heads)](
-            region_query=call.region_query, rotation=args.use.rotation, signs=args.use.signs,
-            items=args.empty if items is None else items, ITEMS=items is not None, k_planes=planes, mask=call.mask, scores=scores,
-            **dict(zip(("query_b", "query_h", "query_q"), call.query.stride()[:3], strict=True)),
-            mean_strides=args.means[0], **dict(zip(("mask_b", "mask_h", "mask_q", "mask_t"), call.mask_strides, strict=True)),
-            **call.scalars, n_sinks=call.zones[1], queries=plan.queries, K=layout, D=query.shape[3], G=plan.groups,
-            R=small, T=TILE, PAGE=pages.page_size, BASE=args.constants["BASE"], COUNTED=counted, K_ONCE=args.constants["K_ONCE"],
-            k_strides=strides, SOFTCAP=plan.attend["SOFTCAP"], MASK=plan.attend["MASK"], TURN=plan.attend["TURN"],
-            num_warps=1, num_stages=stages_of(layout), **shared,
-        )  # fmt: skip
-        choose_blocks_kernel[(panels,)](
-            scores=scores, blocks=selection.blocks, entries=selection.entries, read=selection.lengths, queries=rows,
-            chosen_room=chosen, N=padded, PAGE=pages.page_size,
-            COUNTED=counted, BITS=BITS, num_warps=min(max(padded // 256, 4), 32), **shared,
-        )  # fmt: skip
+    table_b, score = call.strides[0], plan.score
+    if score is None:
+        layout, planes, strides = _coarse(args.use.key, args.planes[0], args.constants["k_strides"])
+        keys = {"K": layout, "k_planes": planes, "k_strides": strides, "num_stages": stages_of(layout)}
+        sizes = {"R": small, "T": TILE, "BLOCK": BLOCK, "WHOLE": WHOLE, "num_warps": 1}
+        score = plan.score = Launcher(score_blocks_kernel, query.device, OF_SCORES, OF_INPUTS, **plan.fixed | keys | sizes)
+    score(
+        (parts, row_blocks, panels) if splits is None else (len(splits.items), row_blocks, plan.heads), call.region_query,
+        args.empty if splits is None else splits.items, call.mask, scores, pages.table, *call.query.stride()[:3], table_b,
+        *call.mask_strides, call.scaling, call.softcap, inputs.max_length, *wanted, room, held=call.held,
+    )  # fmt: skip
+    choose = _choosing(query.device, max(triton.next_power_of_2(room), 32), pages.page_size, args.constants["COUNTED"], arch)
+    choose(
+        (panels, 1, 1), scores, pages.table, selection.blocks, selection.entries, selection.lengths, table_b, inputs.max_length, *wanted,
+        plan.heads, rows, room, chosen, held=call.held,
+    )  # fmt: skip
     return selection
+
+
+OF_SCORES = (
+    "region_query", "items", "mask", "scores", "table", "query_b", "query_h", "query_q", "table_b", "mask_b", "mask_h", "mask_q", "mask_t",
+    "scaling", "softcap", "n_quantized", "tokens", "share", "room",
+)  # fmt: skip
+OF_CHOICE = (
+    "scores", "table", "blocks", "entries", "read", "table_b", "n_quantized", "tokens", "share", "heads", "queries", "room", "chosen_room",
+)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def _choosing(device: torch.device, blocks: int, page_size: int, counted: bool, arch: int) -> Launcher:
+    """Launches of `choose_blocks_kernel` for up to `blocks` blocks."""
+    constants = {"N": blocks, "PAGE": page_size, "COUNTED": counted, "ARCH": arch, "BITS": BITS, "BLOCK": BLOCK, "WHOLE": WHOLE}
+    return Launcher(choose_blocks_kernel, device, OF_CHOICE, OF_INPUTS, **constants, num_warps=min(max(blocks // 256, 4), 32))

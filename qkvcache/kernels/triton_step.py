@@ -7,11 +7,12 @@ is quantized into its page by the same program. The last program to finish updat
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
+from .launch import Launcher
 from .pages import PagedInputs
 from .segments import Pair
 from .triton_dequantize import load_vectors, store_vectors, vectors
@@ -27,28 +28,31 @@ def launch_of_step(inputs: PagedInputs, x: Pair) -> Callable[[Pair], None]:
     pages, rows = inputs.pages, inputs.rows
     if rows is None:
         raise ValueError("the inputs have no counts on the device")
-    k_planes, v_planes, constants, grid, warps = launched(pages, contiguous(x))
+    k_planes, v_planes, numbers, grid, warps = launched(pages, contiguous(x))
     zones = [(ring, *ring.stride()[:2], sinks, *sinks.stride()[:2]) for ring, sinks in zip(inputs.ring, inputs.sinks, strict=True)]
-    sizes = inputs.sinks[0].shape[2], inputs.ring[0].shape[2], tokens, heads, batch
+    constants: dict[str, Any] = dict(zip(("K", "D", "V", "DV", "ACROSS", "ALONG"), numbers, strict=True))
+    run = Launcher(
+        _step_kernel, x[0].device, ("key", "value"), k_stored=(*zones[0], k_planes), v_stored=(*zones[1], v_planes), control=inputs.control,
+        rows=rows, rows_b=rows.stride(0), table=pages.table, table_b=pages.table.stride(0), sink_slots=inputs.sinks[0].shape[2],
+        ring_slots=inputs.ring[0].shape[2], tokens=tokens, heads=heads, batch=batch, PAGE=pages.page_size, BASE=pages.firsts[0],
+        num_warps=warps, **constants,
+    )  # fmt: skip
 
     def launch(x: Pair) -> None:
         key, value = contiguous(x)
-        with torch.cuda.device_of(key):
-            _step_kernel[grid](
-                (key, *key.stride()[:3], *zones[0], k_planes), (value, *value.stride()[:3], *zones[1], v_planes), inputs.control, rows,
-                rows.stride(0), pages.table, pages.table.stride(0), *sizes, *constants, pages.page_size, pages.firsts[0], num_warps=warps,
-            )  # fmt: skip
+        run(grid, (key, *key.stride()[:3]), (value, *value.stride()[:3]))
 
     return launch
 
 
 @triton.jit
 def _step_side(
-    side, control, rows, rows_b, table, table_b, sink_slots, ring_slots, tokens, heads,
+    side, stored, control, rows, rows_b, table, table_b, sink_slots, ring_slots, tokens, heads,
     L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr,
 ):  # fmt: skip
     """A program of `_step_kernel`, for keys or for values; arguments as there."""
-    x, xb, xh, xt, ring, rb, rh, sinks, fb, fh, planes = side
+    x, xb, xh, xt = side
+    ring, rb, rh, sinks, fb, fh, planes = stored
     b, h0, h, t, live = vectors(tokens, heads, ACROSS, ALONG)
     quantized = tl.load(rows + b * rows_b + 6)
     seen = tl.load(rows + b * rows_b + 7)
@@ -70,17 +74,17 @@ def _step_side(
 
 @triton.jit(do_not_specialize=["rows_b", "table_b", "sink_slots", "ring_slots", "tokens", "heads", "batch"])
 def _step_kernel(
-    key, value, control, rows, rows_b, table, table_b, sink_slots, ring_slots, tokens, heads, batch,
+    key, value, k_stored, v_stored, control, rows, rows_b, table, table_b, sink_slots, ring_slots, tokens, heads, batch,
     K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DV: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
     BASE: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of ALONG tokens and ACROSS heads, B, 2): keys, values. Tensors of vectors come with their strides, in elements, of packed
     codes and high bits in words of 16 bits.
 
-    key       new keys [B, H, tokens, D] model dtype, channels contiguous: over the first three dimensions; `tokens` <= `ring_slots`; the
-              ring [B, H, ring_slots, D] model dtype, tokens contiguous: over rows and heads; the sinks [B, H, sink_slots, D] likewise;
+    key       new keys [B, H, tokens, D] model dtype, channels contiguous: over the first three dimensions; `tokens` <= `ring_slots`
+    k_stored  the ring [B, H, ring_slots, D] model dtype, tokens contiguous: over rows and heads; the sinks [B, H, sink_slots, D] likewise;
               planes of the first page, as of `triton_quantize._quantize_kernel`, as is K
-    value, V  the same of values, [.., DV]
+    value, v_stored, V   the same of values, [.., DV]
     control   int32 [3], `pages.CONTROL`
     rows      int32 [B, 8], `pages.COLUMNS`: rows_b
     table     int32 or int64 [B, P], entries of pages of PAGE tokens, BASE being the first: table_b
@@ -88,11 +92,11 @@ def _step_kernel(
     """
     if tl.program_id(2) == 0:
         _step_side(
-            key, control, rows, rows_b, table, table_b, sink_slots, ring_slots, tokens, heads, K, D, ACROSS, ALONG, PAGE, BASE
+            key, k_stored, control, rows, rows_b, table, table_b, sink_slots, ring_slots, tokens, heads, K, D, ACROSS, ALONG, PAGE, BASE
         )  # fmt: skip
     else:
         _step_side(
-            value, control, rows, rows_b, table, table_b, sink_slots, ring_slots, tokens, heads, V, DV, ACROSS, ALONG, PAGE, BASE
+            value, v_stored, control, rows, rows_b, table, table_b, sink_slots, ring_slots, tokens, heads, V, DV, ACROSS, ALONG, PAGE, BASE
         )  # fmt: skip
     tl.debug_barrier()
     programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)

@@ -234,7 +234,7 @@ class Storage(LayerStorage):
         key, value = self._side(0), self._side(1)
         if not self.bound.by_page and self.budget is None:
             return AttentionInputs(key, value)
-        return AttentionInputs(key, value, self.inputs.bounded(self.tokens.length))
+        return AttentionInputs(key, value, self.inputs.twin(max_length=self.tokens.length))
 
     def compiled_inputs(self) -> AttentionInputs:
         """The inputs of attention for a compiled step of one token, sized for `columns` tokens."""

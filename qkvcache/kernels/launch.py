@@ -1,0 +1,130 @@
+"""Launches that cost the host little: Triton compiles and finds a kernel, and later launches call it.
+
+At each launch Triton binds all arguments, and makes a key of their types, alignments and constants, which takes several times as long as
+the launch itself. In a decode step little of that changes: a `Launcher` looks at what may have changed, and calls the compiled kernel that
+Triton's own launch returned for arguments of the same kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import itemgetter
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.runtime import JITFunction, driver
+
+OPTIONS = "num_warps", "num_stages", "maxnreg"
+"""Options of a launch that are no arguments of the kernel."""
+_KNOWN = "function", "packed_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "run"
+"""Names that Triton's launch uses where it passes a compiled kernel what a `Launcher` passes."""
+
+
+def kind_of(x: Any) -> Any:
+    """The kind of an argument: Triton compiles one kernel for arguments of the same kinds. It may have more kinds than Triton tells apart.
+    Raises KeyError for arguments of other types."""
+    if type(x) is int:
+        if -(2**31) <= x < 2**31:
+            return 1 if x == 1 else 0 if x & 15 else 16
+        return x >= 2**63, x & 15
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() & 15 == 0
+    if type(x) is tuple:
+        return tuple(map(kind_of, x))
+    return {float: float, bool: bool, NoneType: None}[type(x)]
+
+
+def _address_of(x: Any) -> Any:
+    """`x` with the addresses of tensors in place of them: the driver would look at each of them again."""
+    if isinstance(x, Tensor):
+        return x.data_ptr()
+    return tuple(map(_address_of, x)) if type(x) is tuple else x
+
+
+_KINDS: dict[Any, int] = {}
+"""A number for each tuple of kinds."""
+
+
+class Held:
+    """Arguments of launches, by name, whose tensors keep their addresses while this object is used."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+        self.kinds = _KINDS.setdefault(tuple(map(kind_of, values.values())), len(_KINDS))
+        self.addresses = tuple(map(_address_of, values.values()))
+
+
+NOTHING = Held()
+
+
+class Launcher:
+    """Launches of one kernel.
+
+    Args:
+        kernel: a function of `triton.jit`.
+        device: where its tensors are.
+        given: names of the arguments of a call, in their order.
+        held: names of those that are `Held`; the kernel may lack some.
+        fixed: all other arguments, and options; the kernel may lack some. Tensors among them keep their addresses.
+    """
+
+    def __init__(self, kernel: Any, device: torch.device, given: Sequence[str], held: Sequence[str] = (), **fixed: Any) -> None:
+        self.kernel, self.index = kernel, device.index if device.type == "cuda" else -1
+        self.given, self.names = tuple(given), [name for name in held if name in kernel.arg_names]
+        self.fixed = {name: x for name, x in fixed.items() if name in kernel.arg_names or name in OPTIONS}
+        constants = {name: x for name, x in self.fixed.items() if name not in OPTIONS}
+        self.rest = tuple(map(_address_of, constants.values()))
+        at = {name: i for i, name in enumerate((*given, *held, *constants))}
+        self.in_order = itemgetter(*(at[name] for name in kernel.arg_names))
+        self.compiled: dict[Any, Any] = {}
+        self.direct = _callable(kernel)
+
+    def __call__(self, grid: tuple[int, int, int], *values: Any, held: Held = NOTHING) -> None:
+        """Launches the kernel on the current stream of its device."""
+        if not self.direct:
+            with torch.cuda.device(self.index):
+                self._launch(grid, values, held)
+            return
+        current = driver.active.get_current_device()
+        if current != self.index:
+            with torch.cuda.device(self.index):
+                self(grid, *values, held=held)
+            return
+        try:
+            key = held.kinds, *map(kind_of, values)
+        except KeyError:
+            key = None
+        compiled = self.compiled.get(key)
+        if compiled is None or _watched(self.kernel):
+            compiled = self._launch(grid, values, held)
+            if key is not None and compiled is not None:
+                self.compiled[key] = compiled
+            return
+        compiled.run(
+            *grid, driver.active.get_current_stream(current), compiled.function, compiled.packed_metadata, None, None, None,
+            *self.in_order((*values, *held.addresses, *self.rest)),
+        )  # fmt: skip
+
+    def _launch(self, grid: tuple[int, int, int], values: Sequence[Any], held: Held) -> Any:
+        """Launches the kernel as Triton does, which returns the compiled kernel."""
+        given = dict(zip(self.given, values, strict=True)) | {name: held.values[name] for name in self.names}
+        return self.kernel[grid](**given, **self.fixed)
+
+
+def _callable(kernel: Any) -> bool:
+    """Whether compiled kernels can be called: by Triton's compiler for NVIDIA's GPUs (of AMD's, it looks at the sizes of tensors, too),
+    in a release whose launch is as known."""
+    return (
+        isinstance(kernel, JITFunction)
+        and {*_KNOWN} <= {*JITFunction.run.__code__.co_names}
+        and driver.active.get_current_target().backend == "cuda"
+    )
+
+
+def _watched(kernel: Any) -> bool:
+    """Whether someone wants to know of launches: a profiler, or a hook of the kernel."""
+    before, after = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook  # None, or what may have no calls
+    return bool(kernel.pre_run_hooks or (before and getattr(before, "calls", True)) or (after and getattr(after, "calls", True)))
