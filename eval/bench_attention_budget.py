@@ -43,7 +43,7 @@ def chain(name: str, rows: int, tokens: int, budget: int) -> dict[str, float]:
     found = {"all_us": graph_us([functools.partial(attend_pages, query, one) for one in sets])}
     found["read_us"] = graph_us([functools.partial(attend_pages, query, replace(one, budget=None)) for one in chosen])
     found["choice_us"] = graph_us([functools.partial(triton_select_blocks.select_blocks, query, one) for one in few])
-    with mock.patch.object(triton_select_blocks, "choose_blocks_kernel", mock.MagicMock()):
+    with mock.patch.object(triton_select_blocks, "_choosing", mock.MagicMock()):
         found["scores_us"] = graph_us([functools.partial(triton_select_blocks.select_blocks, query, one) for one in few])
     found["choice_us"] -= found["scores_us"]
     with mock.patch.object(select_blocks, "LEAST_SKIPPED", 0):
