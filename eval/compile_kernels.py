@@ -212,7 +212,7 @@ def scoring(format: str, head_dim: int, target: str) -> Job:
 
 
 def choosing(blocks: int, target: str) -> Job:
-    types = {"scores": "*fp32", "table": "*i64", "entries": "*i64"} | dict.fromkeys(("lengths", "blocks", "read"), "*i32")
+    types = {"scores": "*fp32", "table": "*i64", "entries": "*i64"} | dict.fromkeys(("rows", "lengths", "blocks", "read"), "*i32")
     constants = {"N": blocks, "PAGE": PAGE, "COUNTED": True, "BITS": triton_select_blocks.BITS, "BLOCK": BLOCK, "WHOLE": WHOLE}
     constants["ARCH"] = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
     return Job(f"choose blocks {blocks}", triton_select_blocks.choose_blocks_kernel, types, constants, target, {"num_warps": 16})
