@@ -4,9 +4,9 @@
     python eval/bench_attention_budget.py --check      compares the kernels with their torch references first
     python eval/bench_attention_budget.py --markdown   the table of the documentation, from the rows: needs no GPU
 
-A step's attention of one layer, 32 query heads and 8 KV heads of 128 channels, in GPU time by replays of a CUDA graph: *scores* the kernel
-that weighs blocks, *choice* the one that chooses them, *whole* both and attention over what they choose. `eval/bench_generate.py --sections
-budget` measures steps of a whole model.
+*steps*: rows of one length; *batches*: requests of continuous batching, of different lengths. A step's attention of one layer, 32 query
+heads and 8 KV heads of 128 channels, in GPU time by replays of a CUDA graph: *scores* the kernel that weighs blocks, *choice* the one that
+chooses them, *whole* both and attention over what they choose. `eval/bench_generate.py --sections budget` measures steps of a whole model.
 """
 
 from __future__ import annotations
@@ -23,21 +23,46 @@ from bench_kernels import KNOWN, bf16, code_bytes, payloads, real_payload, sdpa_
 from gpu import device, graph_us, let_go
 from harness import Table, device_name, in_time, parser_of, replace_rows, run_or_show
 
-from qkvcache.kernels import AttentionBudget, attend_pages, pages, select_blocks
+from qkvcache.kernels import AttentionBudget, attend_pages, pages, select_blocks, split_rows
 from qkvcache.kernels.select_blocks import select_blocks as reference
+from qkvcache.storage.paged import PAGE
 
 CASES = ((8, 131072), (8, 32768), (1, 131072), (1, 32768))
+BATCHES = ((32, 2048, 131072), (64, 1024, 32768))
+"""Requests of continuous batching: how many, and the tokens of the shortest and of the longest; their logarithms are evenly spaced."""
 FORMATS = ("turboquant_4bit_nc", "int8", "identity")
 BUDGETS = (4096, 2048)
 HEADS, KV_HEADS, DIM = 32, 8, 128
+SINKS, RING = 4, 65
+"""Exact tokens of a request."""
 
 
-def chain(name: str, rows: int, tokens: int, budget: int) -> dict[str, float]:
+def requests(name: str, rows: int, shortest: int, longest: int) -> list[pages.PagedInputs]:
+    """Requests of a batch, with sinks and rings of their own: the same twice, since they exceed the L2 cache."""
+    lengths = [round(shortest * (longest / shortest) ** (i / max(rows - 1, 1))) for i in range(rows)]
+    counts = [-(-length // PAGE) for length in lengths]
+    one = payloads(name, 1, KV_HEADS, sum(counts) * PAGE, DIM)[0].paged
+    table = one.pages.table.new_zeros(rows, max(counts))
+    for i, part in enumerate(one.pages.table[0, : sum(counts)].split(counts)):
+        table[i, : len(part)] = part
+    columns = torch.zeros(rows, len(pages.COLUMNS), dtype=torch.int32, device=table.device)
+    columns[:, pages.BEGIN] = columns[:, pages.SINKS] = SINKS
+    columns[:, pages.SINK_ROW] = columns[:, pages.RING_ROW] = torch.arange(rows, device=table.device)
+    columns[:, pages.RING_TOKENS], columns[:, pages.LENGTH] = RING, torch.tensor(lengths, device=table.device)
+    zones = [(bf16(rows, KV_HEADS, n, DIM), bf16(rows, KV_HEADS, n, DIM)) for n in (SINKS, RING)]
+    own = replace(one.pages, table=table, lengths=columns[:, pages.LENGTH])
+    return [pages.PagedInputs(own, *zones, columns, longest, splits=split_rows(own.lengths, longest, KV_HEADS))] * 2
+
+
+def chain(name: str, rows: int, tokens: int, budget: int, shortest: int | None = None) -> dict[str, float]:
     """Microseconds of attention over all tokens, and of the parts of attention with a budget."""
     from qkvcache.kernels import triton_select_blocks
 
     query = bf16(rows, HEADS, 1, DIM)
-    sets = [one.paged for one in payloads(name, rows, KV_HEADS, tokens, DIM)]
+    if shortest is None:
+        sets = [one.paged for one in payloads(name, rows, KV_HEADS, tokens, DIM)]
+    else:
+        sets = requests(name, rows, shortest, tokens)
     few = [replace(one, budget=AttentionBudget(budget), launches=one.launches) for one in sets]
     chosen = [replace(one, selection=triton_select_blocks.select_blocks(query, one)) for one in few]
     found = {"all_us": graph_us([functools.partial(attend_pages, query, one) for one in sets])}
@@ -57,30 +82,38 @@ def wrong(name: str) -> str:
 
     torch.manual_seed(0)
     key, value = bf16(2, KV_HEADS, 9000, DIM), bf16(2, KV_HEADS, 9000, DIM)
-    query = 3 * bf16(2, HEADS, 1, DIM)
-    inputs = replace(real_payload(name, key, value, 4, 96).paged, budget=AttentionBudget(1024))
-    mine, theirs = triton_select_blocks.select_blocks(query, inputs), reference(query.float(), inputs)
-    same = (mine.blocks == theirs.blocks).float().mean()
-    out = attend_pages(query, replace(inputs, selection=mine, budget=None))[0].float()
-    wanted = pages.attend_pages(query.float(), replace(inputs, selection=mine))[0]
-    return f"{name}: {same:.4f} of the blocks, output differs by {(out - wanted).norm() / wanted.norm():.1e}"
+    found = []
+    for rows, one in ((2, real_payload(name, key, value, 4, 96).paged), (4, requests(name, 4, 700, 9000)[0])):
+        query = 3 * bf16(rows, HEADS, 1, DIM)
+        inputs = replace(one, budget=AttentionBudget(1024))
+        mine, theirs = triton_select_blocks.select_blocks(query, inputs), reference(query.float(), inputs)
+        exists = torch.arange(mine.blocks.shape[2], device=query.device) * pages.BLOCK < mine.lengths[..., None]
+        same = (mine.blocks[..., None] == theirs.blocks[..., None, :]).any(-1)[exists].float().mean()
+        out = attend_pages(query, replace(inputs, selection=mine, budget=None))[0].float()
+        wanted = pages.attend_pages(query.float(), replace(inputs, selection=mine))[0]
+        found.append(f"{same:.4f} of the blocks, output differs by {(out - wanted).norm() / wanted.norm():.1e}")
+    return f"{name}: {found[0]}; requests: {found[1]}"
 
 
 def run(args: Namespace) -> None:
     if args.check:
         for name in FORMATS:
             print(wrong(name), flush=True)
-    cases = [(*case, name, budget) for case in CASES for name in FORMATS for budget in BUDGETS]
-    for rows, tokens, name, budget in in_time(cases, args.minutes):
-        if code_bytes(name, rows, KV_HEADS, tokens, DIM) > 2**33:
+    alike = [(rows, tokens, None, name, budget) for rows, tokens in CASES for name in FORMATS for budget in BUDGETS]
+    batches = [(rows, longest, shortest, FORMATS[0], budget) for rows, shortest, longest in BATCHES for budget in BUDGETS]
+    cases = alike * ("steps" in args.sections) + batches * ("batches" in args.sections)
+    for rows, tokens, shortest, name, budget in in_time(cases, args.minutes):
+        if code_bytes(name, rows, KV_HEADS, tokens, DIM) > 2**33 and shortest is None:
             continue
         let_go()
-        row = {"rows": rows, "tokens": tokens, "format": name, "budget": budget} | chain(name, rows, tokens, budget)
+        row = {"rows": rows, "tokens": tokens, "shortest": shortest, "format": name, "budget": budget}
+        row |= chain(name, rows, tokens, budget, shortest)
         let_go()
-        sdpa, backend = sdpa_us(rows, HEADS, KV_HEADS, tokens, DIM)
-        row |= {"sdpa_us": sdpa, "sdpa": backend, "bytes_per_token": KNOWN[name].bytes_per_token(DIM), "device": device_name(device())}
+        if shortest is None:
+            row["sdpa_us"], row["sdpa"] = sdpa_us(rows, HEADS, KV_HEADS, tokens, DIM)
+        row |= {"bytes_per_token": KNOWN[name].bytes_per_token(DIM), "device": device_name(device())}
         print(row, file=sys.stderr, flush=True)
-        replace_rows(args.out, "attention budget", [row], "device", "rows", "tokens", "format", "budget")
+        replace_rows(args.out, "attention budget", [row], "device", "rows", "tokens", "shortest", "format", "budget")
 
 
 def tables(rows: list[dict]) -> Iterator[Table]:
@@ -89,14 +122,16 @@ def tables(rows: list[dict]) -> Iterator[Table]:
         lines = []
         for row in rows:
             if row["device"] == name:
-                us = [f"{row[key]:.0f}" for key in ("sdpa_us", "all_us", "scores_us", "choice_us", "whole_us")]
-                gains = [f"{row[key] / row['whole_us']:.2f}" for key in ("all_us", "sdpa_us")]
-                lines.append([f"{row['rows']} x {row['tokens']:,}", f"`{row['format']}`", f"{row['budget']:,}", *us, *gains])
+                us = [f"{row[key]:.0f}" if key in row else "" for key in ("sdpa_us", "all_us", "scores_us", "choice_us", "whole_us")]
+                gains = [f"{row[key] / row['whole_us']:.2f}" if key in row else "" for key in ("all_us", "sdpa_us")]
+                each = f"{row['shortest']:,} to {row['tokens']:,}" if row.get("shortest") else f"{row['tokens']:,}"
+                lines.append([f"{row['rows']} x {each}", f"`{row['format']}`", f"{row['budget']:,}", *us, *gains])
         yield Table(heads, lines, f"{name}:")
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__, "attention_budget")
+    parser.add_argument("--sections", nargs="+", default=["steps", "batches"], choices=["steps", "batches"], help="what is measured")
     parser.add_argument("--check", action="store_true", help="compare with the references first")
     run_or_show(parser, parser.parse_args(arguments), run, "attention budget", tables)
 
