@@ -90,6 +90,8 @@ class CompressedCache(DynamicCache):
             or a share of them between 0 and 1; None: all. Every token is kept: each step chooses the blocks of 32 tokens with the largest
             weights, by the keys' codes (`docs/guides/long-context.md`). Until there are more tokens than the budget, attention reads
             everything, as it always does for more than 16 new tokens at once, and on a GPU where choosing takes longer than reading.
+        offload_pages: keeps quantized tokens in host memory, and on the GPU what a step needs to choose blocks (of 4-bit keys in two planes
+            the upper halves), the exact tokens, and the blocks that the last steps read, twice the budget. Needs `attention_budget`.
         offloading: keeps all layers except the running one in host memory, as DynamicCache does.
 
     Raises:
@@ -114,6 +116,7 @@ class CompressedCache(DynamicCache):
         max_length: int | None = None,
         compile: bool = False,
         attention_budget: int | float | None = None,
+        offload_pages: bool = False,
         offloading: bool = False,
         **unknown: Never,
     ):
@@ -144,6 +147,9 @@ class CompressedCache(DynamicCache):
         self.attention_budget, self._attention_budget = attention_budget, budget_of(attention_budget)
         if self._attention_budget is not None:
             self._check_budget(attention_budget)
+        self.offload_pages = offload_pages
+        if offload_pages:
+            self._check_offload_pages(offloading)
         if self.policy is not None:
             self._prepare_eviction(self.policy, config, offloading)
         if config is None:
@@ -259,6 +265,13 @@ class CompressedCache(DynamicCache):
                 f"attention_budget={attention_budget} on {self._config.model_type}: its latents are read whole; leave it out"  # type: ignore[union-attr]
             )
 
+    def _check_offload_pages(self, offloading: bool) -> None:
+        """Raises ValueError for pages in host memory without an attention budget, or beside offloading."""
+        if self._attention_budget is None:
+            raise ValueError("offload_pages=True without attention_budget: each step would copy all tokens; pass one, such as 4096")
+        if offloading:
+            raise ValueError("offload_pages=True with offloading=True, which moves whole layers: leave one out")
+
     def _prepare_eviction(self, policy: Policy, config: PreTrainedConfig | None, offloading: bool) -> None:
         if offloading:
             raise NotImplementedError(
@@ -307,7 +320,8 @@ class CompressedCache(DynamicCache):
             (format,) = self.format.for_layers(1)
         if self.policy is None:
             options = self._layer_options | {"latents": self._latents, "max_length": self.max_length, "compile": self.compile}
-            return kind(format, **options, attention_budget=self._attention_budget, **states)
+            read = self._attention_budget
+            return kind(format, **options, attention_budget=read, offload_pages=self.offload_pages, **states)
         budgets = self.policy.budgets
         budget = budgets[number % len(budgets)]
         return self._new_evicting(format, self.policy, budget, **self._layer_options, rope=self._rope, **states)
@@ -495,6 +509,7 @@ class CompressedCache(DynamicCache):
         zones = ", ".join(f"{name}={value}" for name, value in self._layer_options.items())
         policy = f"policy={self.policy}, " if self.policy else ""
         budget = "" if self.attention_budget is None else f"attention_budget={self.attention_budget}, "
+        budget += "offload_pages=True, " if self.offload_pages else ""
         return (
             f"{type(self).__name__}(format={self.format.name}, {policy}{budget}{zones}, "
             f"layers={compressed} of {len(self.layers)} compressed"

@@ -28,9 +28,10 @@ class Bytes:
 @dataclass(frozen=True)
 class Memory(Bytes):
     """Bytes of a cache, counted from its tensors. `dense`: the bytes of all tokens seen in a DynamicCache; `ratio`:
-    `dense / total`."""
+    `dense / total`; `host`: the part of `total` that `offload_pages` keeps in host memory."""
 
     dense: int = 0
+    host: int = 0
 
     @property
     def ratio(self) -> float:
@@ -59,7 +60,8 @@ def bytes_by_role(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
 def measured(layers: Iterable[object]) -> Memory:
     """Bytes of the live tensors of `layers`."""
     layers = list(layers)
-    return Memory(**bytes_by_role(pair for layer in layers for pair in _tensors(layer)), dense=sum(map(_dense_bytes, layers)))
+    host = sum(layer.host_bytes for layer in layers if isinstance(layer, CompressedLayer))
+    return Memory(**bytes_by_role(pair for layer in layers for pair in _tensors(layer)), dense=sum(map(_dense_bytes, layers)), host=host)
 
 
 def live_tensors(of: object) -> Iterator[Tensor]:

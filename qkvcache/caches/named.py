@@ -34,6 +34,7 @@ class FormatOptions(Options, total=False):
     policy: str | Policy | None
     num_sink_tokens: int
     attention_budget: int | float | None
+    offload_pages: bool
 
 
 def makes(name: Literal["format", "policy"]) -> Callable[[Init], Init]:

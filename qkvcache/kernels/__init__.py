@@ -9,6 +9,7 @@ from .dispatch import (
     attend_on_codes,
     attend_pages,
     attends_in_tiles,
+    copy_index,
     dense,
     dequantize_pages,
     evict_token,
@@ -31,7 +32,7 @@ from .dispatch import (
 )
 from .evict import StaticTensors, gather_columns
 from .matmul import matmul_fp32
-from .pages import AttentionBudget, PagedInputs, Pages, Splits, gather_tiles
+from .pages import AttentionBudget, BlockCache, PagedInputs, Pages, Splits, gather_tiles
 from .prefill import prefill_with_lse
 from .segments import (
     AttentionInputs,

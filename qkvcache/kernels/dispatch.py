@@ -21,6 +21,7 @@ from torch import Tensor
 from ..formats.base import Codec
 from . import attend_latents as latents
 from . import evict as evicting
+from . import fetch_blocks as fetching
 from . import lag_spread as spreading
 from . import matmul
 from . import pages as paged
@@ -108,9 +109,10 @@ def fuses(query: Tensor, inputs: PagedInputs | None) -> bool:
 
 
 def attends_in_tiles(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None) -> bool:
-    """Whether the fused kernel for many rows serves causal attention to these inputs, and is faster than dequantizing them."""
+    """Whether the fused kernel for many rows serves causal attention to these inputs, and is faster than dequantizing them, which reads
+    pages in host memory once."""
     inputs = attention_inputs.paged
-    if inputs is None or torch.compiler.is_compiling() or not on_triton(query.device):
+    if inputs is None or inputs.pages.index or torch.compiler.is_compiling() or not on_triton(query.device):
         return False
     fused = _module("fused")
     return fused.supports(inputs, query) and fused.tiled(query, inputs, mask, {"causal": True}) is not None
@@ -174,7 +176,10 @@ def _attend_pages(
             selection = _module("triton_select_blocks").select_blocks(query, inputs, mask, **options)
         else:
             selection = selecting.select_blocks(query, inputs, mask, keys, **options)
-        inputs = inputs.twin(selection=selection)
+        if inputs.cache is None:
+            inputs = inputs.twin(selection=selection)
+        else:
+            inputs = (_module("triton_fetch_blocks") if by_kernel else fetching).fetch_blocks(inputs, selection)
     return (_module("fused") if by_kernel else paged).attend_pages(query, inputs, mask, **options)
 
 
@@ -228,11 +233,25 @@ def _dequantizes(pages: Pages, out: Pair) -> bool:
     return pages.by_page and _serve("triton_dequantize", pages.codecs, out)
 
 
-quantize_into = _by_kernel(paged.quantize_into, "triton_quantize", lambda pages, x, *_: pages.by_page and quantizes(pages.codecs, x))
+_quantize_into = _by_kernel(paged.quantize_into, "triton_quantize", lambda pages, x, *_: pages.by_page and quantizes(pages.codecs, x))
 dequantize_pages = _by_kernel(paged.dequantize_pages, "triton_dequantize", lambda pages, out, *_: _dequantizes(pages, out))
 gather_rows = _by_kernel(paged.gather_rows, "triton_gather", lambda inputs, *others: _dequantizes(inputs.pages, others[-1]))
 store_rows = _by_kernel(paged.store_rows, "triton_store_exact", lambda x, *_: on_triton(x[0].device))
 store_exact = _by_kernel(paged.store_exact, "triton_store_exact", lambda x, *_: on_triton(x[0].device))
+
+
+@functools.wraps(paged.quantize_into)
+def quantize_into(pages: Pages, x: Pair, slots: Tensor | int) -> None:
+    _quantize_into(pages, x, slots)
+    if pages.index is not None and isinstance(slots, int):
+        copy_index(pages, x[0].shape[2], slots)
+
+
+def copy_index(pages: Pages, tokens: int, begin: int | None = None) -> None:
+    """Copies what chooses blocks into `pages.index`, if there is one: of `tokens` tokens from `begin` on; None: of the last ones, as the
+    device counts."""
+    if pages.index is not None and tokens:
+        _module("triton_fetch_blocks").copy_index(pages, tokens, begin)
 
 
 def step(inputs: PagedInputs, x: Pair) -> None:
@@ -247,12 +266,22 @@ def step(inputs: PagedInputs, x: Pair) -> None:
             launch(part)
         else:
             paged.step(inputs, part)
+            copy_index(inputs.pages, part[0].shape[2])
 
 
 def launch_of_step(inputs: PagedInputs, x: Pair) -> Callable[[Pair], None] | None:
     """`step` for tokens of the shape and dtype of `x`, with all other arguments prepared; None if there is no kernel for it."""
-    by_kernel = inputs.pages.by_page and quantizes(inputs.pages.codecs, x)
-    return _module("triton_step").launch_of_step(inputs, x) if by_kernel else None
+    if not (inputs.pages.by_page and quantizes(inputs.pages.codecs, x)):
+        return None
+    launch = _module("triton_step").launch_of_step(inputs, x)
+    if inputs.pages.index is None:
+        return launch
+
+    def stored(x: Pair) -> None:
+        launch(x)
+        copy_index(inputs.pages, x[0].shape[2])
+
+    return stored
 
 
 def unfold(inputs: PagedInputs, columns: int, new: Pair | None = None) -> Pair:

@@ -169,7 +169,9 @@ class Arguments(NamedTuple):
             use = tables(pages.codecs, key.shape[3], value.shape[3], device)
             empty = torch.empty(0, dtype=key.dtype, device=device)
             sides = [each | once for each, once in zip(pages.planes, pages.statistics, strict=True)]
-            found = [(*planes_of(codec, side), side.get("center", empty)) for codec, side in zip(pages.codecs, sides, strict=True)]
+            found = [
+                (*planes_of(layout_of(codec), side), side.get("center", empty)) for codec, side in zip(pages.codecs, sides, strict=True)
+            ]
             once = [any(name != "center" for name in side) for side in pages.statistics]
             strides = [_strides(side, is_once) for side, is_once in zip(found, once, strict=True)]
             constants = {

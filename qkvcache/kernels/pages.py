@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..formats.base import Codec, Codes, affine
 from .attend import MASKED_BELOW, Options, apply_mask, scores
-from .segments import CODECS, AttentionInputs, Exact, KeysOrValues, Packed, Pair, Segment, block_of, names, number, pv
+from .segments import CODECS, AttentionInputs, Exact, KeysOrValues, Packed, Pair, Segment, block_of, layout_of, names, number, pv
 
 COLUMNS = BEGIN, SINK_ROW, RING_ROW, SINKS, RING_START, RING_TOKENS, LENGTH, TOKENS = range(8)
 """Columns of `PagedInputs.rows`."""
@@ -60,6 +60,8 @@ class Pages:
     """Whether there may be slabs that are not in `slabs`, as in compiled code."""
     step: int = 1
     """The difference of the entries of two pages that are neighbours in a slab."""
+    index: Pages | None = None
+    """Copies on the device of what chooses blocks, `index_names`, where the pages lie in host memory and kernels read them."""
     tensors: list[Tensor] = field(init=False)
     """The planes of the first slab and the statistics, for operators of torch."""
     numbers: tuple[int, int, int] = field(init=False)
@@ -252,6 +254,38 @@ class Selection:
         return places.masked_fill(~inside, -1)
 
 
+def index_names(codec: Codec, head_dim: int) -> tuple[str, ...]:
+    """The buffers of keys, kept for each token, that choose blocks: those of the upper halves of codes, where these are kept apart."""
+    layout = layout_of(codec)
+    read = None if layout is None else (layout.upper or layout).planes
+    return tuple(name for name in names(codec, head_dim, "each") if read is None or name in read)
+
+
+@dataclass(eq=False)
+class BlockCache:
+    """Blocks of pages in host memory that the device keeps, for each row and head the last that attention read.
+
+    pages   the slots, pages of `BLOCK` tokens: `(b * H + h) * S + s` is the entry of slot `s` of head `h` of row `b`
+    blocks  int32 `[B, H, S]`: the block in each slot; -1: none that counts
+    hands   int32 `[B, H]`: the slot from which on a free one is looked for
+    """
+
+    pages: Pages
+    blocks: Tensor
+    hands: Tensor
+    launches: dict[Any, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(pages: Pages, slots: tuple[Codes, Codes], blocks: Tensor, hands: Tensor) -> BlockCache:
+        """The cache of blocks of `pages`, in the planes `slots` `[B * H * S, 1, BLOCK, width]`."""
+        apart = {"slabs": [slots], "firsts": [0], "page_size": BLOCK, "grows": False, "partial": False, "step": 1, "index": None}
+        return BlockCache(replace(pages, **apart), blocks, hands)  # type: ignore[arg-type]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*(x for side in self.pages.slabs[0] for x in side.values()), self.blocks, self.hands]
+
+
 @dataclass(eq=False)
 class PagedInputs:
     """The inputs of attention over pages. A row has, in this order, sinks, quantized tokens and the tokens of a ring.
@@ -274,6 +308,7 @@ class PagedInputs:
                 room; ROOM, the most tokens of a row. None: no step stores tokens
     budget      of quantized tokens that attention of few queries reads; None: all
     selection   the blocks that it reads, in which case pages have room for `max_length` tokens, and attention for those of the selection
+    cache       of blocks, where the pages lie in host memory and there may be more tokens than the budget
     """
 
     pages: Pages
@@ -286,6 +321,7 @@ class PagedInputs:
     control: Tensor | None = None
     budget: AttentionBudget | None = None
     selection: Selection | None = None
+    cache: BlockCache | None = None
     launches: dict[Any, Any] = field(default_factory=dict)
     """Arguments that kernels reuse from step to step: planes and statistics do not move or change. Inputs over the same storage may share
     them; rows, tables, lengths, sinks and rings may differ."""
@@ -294,17 +330,21 @@ class PagedInputs:
 
     @property
     def arguments(self) -> tuple[list[Tensor], list[Tensor | None], list[Tensor], list[int]]:
-        """Arguments of torch operators, with `max_length`: the table, the first slab's planes and statistics; `rows`,
-        `lengths`, what `splits` has, and `control`; sinks and ring; indices of the codecs, the first entry, the page size,
-        whether kernels read the pages, whether slabs are added, `step`, `tokens` (-1: None), and the budget (-1: None): tokens and
-        share."""
+        """Arguments of torch operators, with `max_length`: the table, the first slab's planes and statistics, those of `index`, and
+        `cache`; `rows`, `lengths`, what `splits` has, and `control`; sinks and ring; indices of the codecs, the first entry, the page size,
+        whether kernels read the pages, whether slabs are added, `step`, `tokens` (-1: None), the budget (-1: None), tokens and share,
+        `step` of the index (0: None), and whether there is a cache."""
         pages, budget = self.pages, self.budget
         tokens = -1 if self.tokens is None else self.tokens
         read = (-1, 0) if budget is None else (budget.tokens, budget.share)
         sizes = [*pages.numbers, pages.page_size, int(pages.by_page), int(pages.grows), pages.step, tokens, *read]
+        index, cache = pages.index, self.cache
+        sizes += [0 if index is None else index.step, int(cache is not None)]
+        pool = [pages.table, *pages.tensors, *(() if index is None else (index.table, *index.slabs[0][0].values()))]
         splits = (None, None) if self.splits is None else (self.splits.items, self.splits.firsts)
         lengths = None if pages.lengths is None or (self.rows is not None and not pages.per_head) else pages.lengths
-        return [pages.table, *pages.tensors], [self.rows, lengths, *splits, self.control], [*self.sinks, *self.ring], sizes
+        pool += () if cache is None else cache.tensors
+        return pool, [self.rows, lengths, *splits, self.control], [*self.sinks, *self.ring], sizes
 
     @staticmethod
     def of(
@@ -323,10 +363,18 @@ class PagedInputs:
         slabs, by_page, grows = [(sides[0], sides[1])], bool(sizes[4]), bool(sizes[5])
         once, (first, size) = (sides[2], sides[3]), sizes[2:4]
         pages = Pages(key, value, slabs, [first], size, once, pool[0], lengths, by_page, grows, partial=grows, step=sizes[6])
+        if sizes[10]:
+            table, planes = next(left), {name: next(left) for name in index_names(key, exact[2].shape[3])}
+            pages.index = replace(pages, slabs=[(planes, {})], table=table, step=sizes[10])
+        cache = None
+        if sizes[11]:
+            keys, values = ({name: next(left) for name in side} for side in slabs[0])
+            cache = BlockCache.of(pages, (keys, values), next(left), next(left))
         splits = None if items is None or firsts is None else Splits(items, firsts)
         tokens = None if sizes[7] < 0 else sizes[7]
         budget = None if sizes[8] < 0 else AttentionBudget(sizes[8], sizes[9])
-        return PagedInputs(pages, (exact[0], exact[1]), (exact[2], exact[3]), rows, max_length, tokens, splits, control, budget)
+        zones = (exact[0], exact[1]), (exact[2], exact[3])
+        return PagedInputs(pages, *zones, rows, max_length, tokens, splits, control, budget, cache=cache)
 
     def twin(self, **changes: Any) -> PagedInputs:
         """The same inputs with another `max_length` or `selection`; `dataclasses.replace` takes five times as long, at every step."""

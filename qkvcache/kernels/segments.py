@@ -118,10 +118,10 @@ def layout_of(codec: Codec) -> PackedLayout | None:
     return codec.packed_layout
 
 
-def planes_of(codec: Codec, codes: Codes) -> tuple[Tensor, Tensor, Tensor]:
+def planes_of(layout: PackedLayout | None, codes: Codes) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, high bits and scales; missing ones are empty tensors. Codes of less than 16 bits are viewed as words of 16."""
     none = next(iter(codes.values())).new_empty(0)
-    if (layout := layout_of(codec)) is None:
+    if layout is None:
         return none, none, none
     main, high, scales = (codes[name] if name else none for name in layout.planes)
     return main if main.itemsize > 1 else main.view(torch.int16), high.view(torch.int16), scales

@@ -26,11 +26,12 @@ LEAST_SKIPPED = 2**19
 
 
 def selects(query: Tensor, inputs: PagedInputs) -> bool:
-    """Whether attention of `query` `[B, Hq, Q, D]` reads chosen blocks: there are more tokens than the budget, and choosing pays."""
+    """Whether attention of `query` `[B, Hq, Q, D]` reads chosen blocks: there are more tokens than the budget, and choosing pays, as it
+    always does where the others lie in host memory."""
     if inputs.budget is None or query.shape[2] > MOST_QUERIES:
         return False
     skipped = inputs.max_length - inputs.budget.blocks(-(-inputs.max_length // BLOCK)) * BLOCK
-    return pays(skipped * query.shape[0], inputs.ring[0])
+    return skipped > 0 and (inputs.cache is not None or pays(skipped * query.shape[0], inputs.ring[0]))
 
 
 def pays(skipped: int, ring: Tensor) -> bool:

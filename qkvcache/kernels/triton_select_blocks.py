@@ -5,7 +5,7 @@ Neither waits for the host, nor does work if all tokens fit in the budget, so th
 from __future__ import annotations
 
 import functools
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 import triton
@@ -13,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats.base import PackedLayout
-from .fused import OF_INPUTS, Call, architecture
+from .fused import OF_INPUTS, Arguments, Call, _strides, architecture
 from .launch import Launcher
-from .pages import BLOCK, WHOLE, PagedInputs, PageOptions, Selection
+from .pages import BLOCK, WHOLE, PagedInputs, PageOptions, Pages, Selection
+from .segments import planes_of
 from .triton_attend import _hides, entry_of, head_of, key_scores, page_of, query_planes, words_of_tile
 from .triton_math import MASKED_SCORE, exp2, log2
 
@@ -178,15 +179,18 @@ def stages_of(layout: PackedLayout) -> int:
     return 2 if layout.bits <= 4 else 3
 
 
-Planes = tuple[PackedLayout, tuple[Tensor, ...], tuple[int, ...]]
-
-
-def _coarse(layout: PackedLayout, planes: tuple[Tensor, ...], strides: tuple[int, ...]) -> Planes:
-    """The layout, planes and strides of keys of the upper halves of codes, where they have a plane of their own; else as they are."""
-    if layout.upper is None:
-        return layout, planes, strides
-    low, high, *others = planes
-    return layout.upper, (high, low, *others), (*strides[2:4], *strides[:2], *strides[4:])
+def _keys(args: Arguments, pages: Pages) -> dict[str, Any]:
+    """The layout, planes and strides of keys that choose blocks: of the upper halves of codes, where they have a plane of their own, and of
+    the index, where the pages lie in host memory."""
+    layout, planes, strides = args.use.key, args.planes[0], args.constants["k_strides"]
+    upper = layout.upper or layout
+    if pages.index is not None:
+        planes = *planes_of(upper, pages.index.planes[0] | pages.statistics[0]), *planes[3:]
+        strides = _strides(planes[:4], args.constants["K_ONCE"])[:6]
+    elif upper is not layout:
+        (low, high, *others), strides = planes, (*strides[2:4], *strides[:2], *strides[4:])
+        planes = high, low, *others
+    return {"K": upper, "k_planes": planes, "k_strides": strides, "num_stages": stages_of(upper)}
 
 
 def select_blocks(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, **options: Unpack[PageOptions]) -> Selection:
@@ -207,21 +211,19 @@ def select_blocks(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None
         torch.empty(plan.batch, plan.heads, chosen, dtype=pages.table.dtype, device=query.device),
         torch.empty(plan.batch, plan.heads, dtype=torch.int32, device=query.device),
     )
-    table_b, score = call.strides[0], plan.score
+    table, score = (pages.index or pages).table, plan.score
     if score is None:
-        layout, planes, strides = _coarse(args.use.key, args.planes[0], args.constants["k_strides"])
-        keys = {"K": layout, "k_planes": planes, "k_strides": strides, "num_stages": stages_of(layout)}
         sizes = {"R": small, "T": TILE, "BLOCK": BLOCK, "WHOLE": WHOLE, "num_warps": 1}
-        score = plan.score = Launcher(score_blocks_kernel, query.device, OF_SCORES, OF_INPUTS, **plan.fixed | keys | sizes)
+        score = plan.score = Launcher(score_blocks_kernel, query.device, OF_SCORES, OF_INPUTS, **plan.fixed | _keys(args, pages) | sizes)
     score(
         (parts, row_blocks, panels) if splits is None else (len(splits.items), row_blocks, plan.heads), call.region_query,
-        args.empty if splits is None else splits.items, call.mask, scores, pages.table, *call.query.stride()[:3], table_b,
+        args.empty if splits is None else splits.items, call.mask, scores, table, *call.query.stride()[:3], table.stride(0),
         *call.mask_strides, call.scaling, call.softcap, inputs.max_length, *wanted, room, held=call.held,
     )  # fmt: skip
     choose = _choosing(query.device, max(triton.next_power_of_2(room), 32), pages.page_size, args.constants["COUNTED"], arch)
     choose(
-        (panels, 1, 1), scores, pages.table, selection.blocks, selection.entries, selection.lengths, table_b, inputs.max_length, *wanted,
-        plan.heads, rows, room, chosen, held=call.held,
+        (panels, 1, 1), scores, pages.table, selection.blocks, selection.entries, selection.lengths, call.strides[0], inputs.max_length,
+        *wanted, plan.heads, rows, room, chosen, held=call.held,
     )  # fmt: skip
     return selection
 

@@ -70,6 +70,8 @@ class CompressedLayer(CacheLayerMixin):
         latents: channels of keys and values that are latents and the rotated part of keys (MLA). That part is INT8 in every format but an
             exact one: it adds 13 % to the error of INT8 latents, which FP8 would double (`eval/bench_latents.py`).
         attention_budget: of quantized tokens that attention of up to 16 queries reads (`kernels/select_blocks.py`); None: all.
+        offload_pages: quantized tokens lie in host memory, from which the blocks that attention reads are fetched
+            (`kernels/fetch_blocks.py`).
     """
 
     is_sliding = False
@@ -86,12 +88,13 @@ class CompressedLayer(CacheLayerMixin):
         compile: bool = False,
         latents: tuple[int, int] | None = None,
         attention_budget: AttentionBudget | None = None,
+        offload_pages: bool = False,
     ):
         if max_length is not None:  # the residual must have room for a token
             num_sink_tokens = min(num_sink_tokens, max_length - 1)
             residual_length = min(residual_length, max_length - 1 - num_sink_tokens)
         self.format, self.num_sink_tokens, self.residual_length, self.max_length = format, num_sink_tokens, residual_length, max_length
-        self.latents, self.attention_budget = latents, attention_budget
+        self.latents, self.attention_budget, self.offload_pages = latents, attention_budget, offload_pages
         self.is_compileable = self.supports_early_init = compile or max_length is not None
         self.storage = None
         self.pending: Pair | None = None
@@ -161,7 +164,7 @@ class CompressedLayer(CacheLayerMixin):
         """Empty storage for keys and values of the shape, dtype and device of `like`, `[B, H, T, D]` each."""
         codecs = self.codecs((like[0].shape[3], like[1].shape[3]))
         zones = self.num_sink_tokens, self.residual_length
-        return Storage(codecs, like, *zones, self.max_length, self.is_compileable, self.attention_budget)
+        return Storage(codecs, like, *zones, self.max_length, self.is_compileable, self.attention_budget, self.offload_pages)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> KeysAndValues:  # type: ignore[override]
         """Stores keys and values `[B, H, T, D]`; returns the keys and values of all tokens seen, for attention.
@@ -425,6 +428,12 @@ class CompressedLayer(CacheLayerMixin):
         self.commit()
         if self.storage is not None:
             yield from self.storage.tensors()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the pages that `offload_pages` keeps in host memory."""
+        self.commit()
+        return self.storage.tokens.pool.nbytes if self.offload_pages and self.storage is not None else 0
 
     @property
     def dense_bytes(self) -> int:

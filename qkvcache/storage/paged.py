@@ -9,8 +9,10 @@ one of them writes.
 from __future__ import annotations
 
 import copy
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy
@@ -18,9 +20,10 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
-from ..kernels import Packed, Pages, Pair, on_triton, quantize_into, quantizes
+from ..kernels import AttentionBudget, BlockCache, Packed, Pages, Pair, copy_index, on_triton, quantize_into, quantizes
+from ..kernels.pages import BLOCK
 from ..kernels.segments import block_of, join_tokens
-from .pool import Numbers, PageLayout, PagePool, Slab, empty_codes
+from .pool import Numbers, PageLayout, PagePool, Slab, empty_codes, zeros
 
 PAGE = 64
 """Tokens of a page."""
@@ -45,18 +48,21 @@ class PagedTokens:
         layout: the layout of a page.
         heads: the heads of each row that have pages of their own, `[H]`, or none, `[]`.
         static: the table keeps its address.
+        on_host: pages lie in host memory.
     """
 
-    def __init__(self, layout: PageLayout, like: Pair, heads: Sequence[int], static: bool = False):
+    def __init__(self, layout: PageLayout, like: Pair, heads: Sequence[int], static: bool = False, on_host: bool = False):
         self.codecs, self.dims, self.static = layout.codecs, layout.dims, static
         device = like[0].device
-        self.pool = PagePool(layout, device, on_triton(device))
+        self.pool = PagePool(layout, device, on_triton(device), on_host)
         self.numbers: Numbers = numpy.full((like[0].shape[0], *heads, 0), -1)
         """Numbers of the pages of each row `[B, W]`, or of each head `[B, H, W]`; -1 for none."""
         self.owned = 0
         """The first column from which no page has other owners."""
         self.table = torch.empty((*self.numbers.shape[:-1], 0), device=device, dtype=torch.int64)
         """The entries of the pages, int64 `[B, C]` or `[B, H, C]`, `C` at least `W`."""
+        self.index_table = self.table
+        """The same of the pages of the index, if there is one."""
         self.statistics: tuple[Codes, Codes] = {}, {}
         """Buffers that all tokens share. They must be `calibrated` before a token is quantized."""
         self.has_statistics = any(codec.keeps(dim) for codec, dim in zip(self.codecs, self.dims, strict=True))
@@ -70,7 +76,7 @@ class PagedTokens:
 
     def __getstate__(self) -> dict:
         """Leaves out what holds addresses."""
-        return {name: x for name, x in self.__dict__.items() if name not in ("pages", "launches", "read")}
+        return {name: x for name, x in self.__dict__.items() if name not in ("pages", "launches", "read", "cache")}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__ |= state
@@ -85,27 +91,36 @@ class PagedTokens:
 
     def bind(self) -> None:
         """Writes the entries of the pages into the table, and renews `pages`, the input of kernels."""
-        slabs, firsts = self.pool.bind()
+        pool, lengths, grows = self.pool, self._lengths(), self._grows()
         statistics = dict(self.statistics[0]), dict(self.statistics[1])  # as they are now, for whoever reads these tokens later
-        width = self.numbers.shape[-1]
-        self._fit_table(width, firsts[0])
-        if width:
-            entries = numpy.where(self.numbers < 0, firsts[0], self.pool.entries(numpy.maximum(self.numbers, 0)))
-            self.table[..., :width].copy_(torch.from_numpy(entries), non_blocking=True)
-        size, lengths = self.pool.layout.page_size, self._lengths()
-        pool, grows = self.pool, self._grows()
+        slabs, firsts, self.table = self._entered(pool, self.table)
+        size = pool.layout.page_size
         self.pages = Pages(*self.codecs, slabs, firsts, size, statistics, self.table, lengths, pool.by_address, grows, step=pool.step)
+        if pool.index is not None:
+            slabs, firsts, self.index_table = self._entered(pool.index, self.index_table)
+            self.pages.index = replace(self.pages, slabs=slabs, firsts=firsts, table=self.index_table, step=pool.index.step)
         self.launches: dict[Any, Any] = {}
         """Arguments that kernels reuse, `PagedInputs.launches`."""
 
-    def _fit_table(self, width: int, entry: int) -> None:
-        """Makes a new table, filled with `entry`, if this one has not a row for each row and `width` columns."""
-        shape, columns = self.numbers.shape[:-1], self.table.shape[-1]
-        if self.table.shape[:-1] != shape or columns < width or self.table.device != self.pool.device:
+    def _entered(self, pool: PagePool, table: Tensor) -> tuple[list[tuple[Codes, Codes]], list[int], Tensor]:
+        """What `pool.bind` returns, and the table with the entries of its pages: a new one, if it does not fit."""
+        slabs, firsts = pool.bind()
+        width = self.numbers.shape[-1]
+        table = self._fitted(table, width, firsts[0])
+        if width:
+            entries = numpy.where(self.numbers < 0, firsts[0], pool.entries(numpy.maximum(self.numbers, 0)))
+            table[..., :width].copy_(torch.from_numpy(entries), non_blocking=True)
+        return slabs, firsts, table
+
+    def _fitted(self, table: Tensor, width: int, entry: int) -> Tensor:
+        """`table`, or a new one, filled with `entry`, if it has not a row for each row and `width` columns."""
+        shape, columns = self.numbers.shape[:-1], table.shape[-1]
+        if table.shape[:-1] != shape or columns < width or table.device != self.pool.device:
             while columns < width:
                 columns = max(2 * columns, COLUMNS)
             with torch.inference_mode(False):
-                self.table = torch.full((*shape, columns), entry, dtype=torch.int64, device=self.pool.device)
+                table = torch.full((*shape, columns), entry, dtype=torch.int64, device=self.pool.device)
+        return table
 
     # Statistics.
 
@@ -148,7 +163,7 @@ class PagedTokens:
         if count:
             layout = self.pool.layout
             self.pool.slabs.append(Slab(layout, torch.empty(count * layout.nbytes, dtype=torch.uint8, device="meta"), count, 1, 0))
-            self._fit_table(width, 0)
+            self.table = self._fitted(self.table, width, 0)
 
     # Rows and owners.
 
@@ -198,7 +213,7 @@ class PagedTokens:
             return
         used = pages[numpy.sort(numpy.unique(pages, return_index=True)[1])]  # in the order of the tables
         held = [self.pool.read(side, used[None]) for side in (0, 1)] if len(used) else []
-        self.pool = PagePool(pool.layout, pool.device, pool.by_address)
+        self.pool = PagePool(pool.layout, pool.device, pool.by_address, pool.on_host)
         if len(used):
             neighbours = self.numbers.ndim == 2 and len(used) == self.numbers.size
             new = self.pool.allocate(*self.numbers.shape if neighbours else (len(used), 1)).ravel()
@@ -216,7 +231,7 @@ class PagedTokens:
     def fork(self) -> PagedTokens:
         """Returns a copy that shares the pages, but not the statistics, which either may compute again."""
         twin = copy.copy(self)
-        twin.numbers, twin.table = self.numbers.copy(), self.table.clone()
+        twin.numbers, twin.table, twin.index_table = self.numbers.copy(), self.table.clone(), self.index_table.clone()
         key, value = ({name: x.clone() for name, x in side.items()} for side in self.statistics)
         twin.statistics = key, value
         self.pool.share(_pages(self.numbers))
@@ -237,8 +252,9 @@ class PagedTokens:
         yield from self.pool.tensors()
         for codec, codes, dim in zip(self.codecs, self.statistics, self.dims, strict=True):
             yield from codec.roles(codes, dim)
-        if self.table.numel():
-            yield "bookkeeping", self.table
+        for table in {id(x): x for x in (self.table, self.index_table)}.values():
+            if table.numel():
+                yield "bookkeeping", table
 
 
 class RowPages(PagedTokens):
@@ -249,15 +265,26 @@ class RowPages(PagedTokens):
             another token in each head.
         columns: initial columns of the table.
         grows: pages are added between steps of compiled code.
+        offloads: pages lie in host memory, and the device keeps blocks for attention with this budget; None: they lie on the device.
     """
 
+    cache: BlockCache | None = None
+    """The blocks that the device keeps of pages in host memory, once there may be more tokens than the budget."""
+
     def __init__(
-        self, codecs: tuple[Codec, Codec], like: Pair, per_head: bool = False, static: bool = False, columns: int = 0, grows: bool = False
+        self,
+        codecs: tuple[Codec, Codec],
+        like: Pair,
+        per_head: bool = False,
+        static: bool = False,
+        columns: int = 0,
+        grows: bool = False,
+        offloads: AttentionBudget | None = None,
     ):
         key, value = like
         layout = PageLayout(codecs, (key.shape[3], value.shape[3]), key.shape[1], PAGE, key.dtype, per_head)
-        super().__init__(layout, like, (), static)
-        self.ahead, self.grows = 0, grows
+        super().__init__(layout, like, (), static, offloads is not None)
+        self.ahead, self.grows, self.offloads = 0, grows, offloads
         """`ahead`: tokens after the stored ones whose codes are written already."""
         if columns:
             self.table = torch.zeros(key.shape[0], columns, dtype=torch.int64, device=key.device)
@@ -268,10 +295,48 @@ class RowPages(PagedTokens):
 
     def bind(self) -> None:
         super().bind()
+        if self.offloads is not None:
+            self.cache = self._block_cache(self.offloads)
         self.read = copy.copy(self.pool)  # `trim` gives the pool another list of slabs
         """The pool that tokens which were stored before the next `bind` are read from."""
         self.runs: list[Run] | None = None
         """The columns of the table as torch reads them; None: not known yet."""
+
+    def _block_cache(self, budget: AttentionBudget) -> BlockCache | None:
+        """The cache of blocks: the present one, or a new one where it has not slots enough or is for other rows."""
+        stored, layout, cache = self.capacity // BLOCK, replace(self.pool.layout, heads=1, page_size=BLOCK), self.cache
+        read = budget.blocks(stored)
+        if self.grows:  # so that the addresses that are compiled into steps remain
+            read = max(read, budget.blocks(-(-budget.tokens // BLOCK)))
+        elif read == stored and not self.static:
+            return None
+        shape, slots = (len(self.numbers), self.pool.layout.heads), 2 * read if self.grows or not self.static else min(2 * read, stored)
+        if cache is None or cache.blocks.shape[:2] != shape or cache.blocks.shape[2] < (read if budget.share else slots):
+            count = math.prod(shape) * slots
+            planes = layout.views(zeros(count * layout.nbytes, self.pool.device, False), count, step=layout.nbytes)
+            with torch.inference_mode(False):
+                held = torch.full((*shape, slots), -1, dtype=torch.int32, device=self.pool.device)
+                return BlockCache.of(self.pages, planes, held, torch.zeros(shape, dtype=torch.int32, device=self.pool.device))
+        return BlockCache.of(self.pages, cache.pages.slabs[0], cache.blocks, cache.hands)
+
+    def forget(self) -> None:
+        """Empties the cache of blocks: tokens are about to change."""
+        if self.cache is not None:
+            self.cache.blocks.fill_(-1)
+
+    def select(self, rows: Sequence[int]) -> None:
+        pool = self.pool
+        super().select(rows)
+        self.forget()
+        if self.pool is not pool:
+            copy_index(self.pages, self.length, 0)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().tensors()
+        if self.cache is not None:
+            for codec, codes, dim in zip(self.codecs, self.cache.pages.slabs[0], self.dims, strict=True):
+                yield from codec.roles(codes, dim)
+            yield from (("bookkeeping", x) for x in (self.cache.blocks, self.cache.hands))
 
     @property
     def capacity(self) -> int:
@@ -361,6 +426,7 @@ class RowPages(PagedTokens):
 
     def truncate(self, length: int) -> None:
         """Keeps the first `length` tokens, and gives back slabs that hold none of them."""
+        self.forget()
         self.length, self.ahead = min(self.length, length), 0
         if self.static or not self.numbers.shape[1]:
             return
@@ -405,6 +471,7 @@ class RowPages(PagedTokens):
             self.reserve(tokens)
             for side, given in enumerate(codes):
                 self._put(side, 0, given)
+            copy_index(self.pages, tokens, 0)
             self.length = tokens
         self.load_statistics(statistics)
 

@@ -4,15 +4,18 @@ A page is one range of bytes with the planes of keys `[H', PAGE, width]`, then t
 and are counted: a page that several tables name is copied before one of its owners writes (`PagedTokens.own`). A slab
 whose pages are all free is given back.
 
+Pages may lie in host memory. Kernels then have an index on the device: copies of what chooses blocks, in pages with the same numbers.
+
 Kernels find pages by address. Where torch reads them, the pages of a row in a slab are neighbours instead, plane by plane, so that their
 tokens are a view of each plane.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy
@@ -20,6 +23,8 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
+from ..kernels.pages import index_names
+from .host_memory import zeros_on_host
 
 ALIGNMENT = 64
 """The alignment of planes and of pages in bytes. Entries of tables count in this unit where kernels find pages by address."""
@@ -40,6 +45,7 @@ class PageLayout:
         page_size: tokens of a page.
         dtype: the model's dtype.
         per_head: heads have copies of buffers that they could share, since a slot holds another token in each of them.
+        index: pages have those buffers of keys alone that choose blocks.
     """
 
     codecs: tuple[Codec, Codec]
@@ -48,14 +54,16 @@ class PageLayout:
     page_size: int
     dtype: torch.dtype
     per_head: bool = False
+    index: bool = False
 
     @cached_property
     def planes(self) -> tuple[tuple[int, str, torch.dtype, int, int, int], ...]:
         """The side (0: keys), buffer, dtype, heads, width and first byte of each plane."""
         found, at = [], 0
         for side, (codec, dim) in enumerate(zip(self.codecs, self.dims, strict=True)):
+            only = (index_names(codec, dim), ())[side] if self.index else None
             for buffer in codec.buffers(dim):
-                if buffer.tokens == "each":
+                if buffer.tokens == "each" and (only is None or buffer.name in only):
                     dtype, heads = buffer.dtype or self.dtype, self.heads if self.per_head or buffer.heads == "each" else 1
                     found.append((side, buffer.name, dtype, heads, buffer.width, at))
                     at += aligned(heads * self.page_size * buffer.width * dtype.itemsize, ALIGNMENT)
@@ -82,10 +90,12 @@ class PageLayout:
 
 class Slab:
     """One allocation of `groups` groups of `neighbours` pages each; its pages have the numbers from `first` on. `step`: as in
-    `PageLayout.views`."""
+    `PageLayout.views`. `on_host`: it is in host memory."""
 
-    def __init__(self, layout: PageLayout, data: Tensor, groups: int, neighbours: int, first: int, step: int | None = None):
-        self.layout, self.groups, self.neighbours, self.first, self.step = layout, groups, neighbours, first, step
+    def __init__(
+        self, layout: PageLayout, data: Tensor, groups: int, neighbours: int, first: int, step: int | None = None, on_host: bool = False
+    ):
+        self.layout, self.groups, self.neighbours, self.first, self.step, self.on_host = layout, groups, neighbours, first, step, on_host
         self.end = first + groups * neighbours
         self.place(data)
 
@@ -94,16 +104,23 @@ class Slab:
         """Sets the bytes, uint8 `[bytes]`, and `planes`, their views."""
         self.data, self.planes = data, self.layout.views(data, self.groups, self.neighbours, self.step)
 
+    def __deepcopy__(self, memo: dict) -> Slab:
+        twin = copy.copy(self)
+        twin.place(zeros(len(self.data), self.data.device, self.on_host).copy_(self.data))
+        return twin
+
 
 class PagePool:
     """Pages of `layout` on `device`.
 
     Args:
         by_address: kernels read and write the pages.
+        on_host: pages lie in host memory.
     """
 
-    def __init__(self, layout: PageLayout, device: torch.device, by_address: bool):
-        self.layout, self.device, self.by_address = layout, device, by_address
+    def __init__(self, layout: PageLayout, device: torch.device, by_address: bool, on_host: bool = False):
+        self.layout, self.device, self.by_address, self.on_host = layout, device, by_address, on_host
+        self.index = PagePool(replace(layout, index=True), device, True) if by_address and on_host else None
         self.slabs: list[Slab] = []
         self.owners = numpy.zeros(0, numpy.int32)
         """Owners of each page, by number."""
@@ -149,9 +166,10 @@ class PagePool:
         if not count:
             return numpy.zeros((groups, neighbours), numpy.int64)
         shape = (count, 1) if self.by_address else (groups, neighbours)
-        with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
-            data = torch.zeros(count * self.layout.nbytes, dtype=torch.uint8, device=self.device)
-        self.slabs.append(Slab(self.layout, data, *shape, first, self.layout.nbytes if self.by_address else None))
+        data = zeros(count * self.layout.nbytes, self.device, self.on_host)
+        self.slabs.append(Slab(self.layout, data, *shape, first, self.layout.nbytes if self.by_address else None, self.on_host))
+        if self.index is not None:
+            self.index.allocate(groups, neighbours)
         self.owners = numpy.concatenate([self.owners, numpy.ones(count, numpy.int32)])
         return numpy.arange(first, first + count).reshape(groups, neighbours)
 
@@ -179,17 +197,26 @@ class PagePool:
 
     def trim(self) -> None:
         """Gives back slabs whose pages have no owner."""
-        self.slabs = [slab for slab in self.slabs if self.owners[slab.first : slab.end].any()]
+        for pool in (self, self.index):
+            if pool is not None:
+                pool.slabs = [slab for slab in pool.slabs if self.owners[slab.first : slab.end].any()]
 
     @property
     def capacity(self) -> int:
         """Pages, with an owner or without."""
         return sum(slab.end - slab.first for slab in self.slabs)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slabs, without the index."""
+        return sum(slab.data.nbytes for slab in self.slabs)
+
     def copy(self, source: Numbers, target: Numbers) -> None:
         """Copies pages `[N]` to others."""
-        for side in (0, 1):
+        for side in dict.fromkeys(plane[0] for plane in self.layout.planes):
             self.write(side, target[None], self.read(side, source[None]))
+        if self.index is not None:
+            self.index.copy(source, target)
 
     def read(self, side: int, numbers: Numbers) -> Codes:
         """Codes of the keys (`side` 0) or values (1) in pages `[B, W]`: `[B, H', W * PAGE, width]`."""
@@ -280,9 +307,15 @@ class PagePool:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every plane with its role, `codes` or `scales`."""
-        for slab in self.slabs:
+        for slab in (*self.slabs, *(() if self.index is None else self.index.slabs)):
             for codec, codes, dim in zip(self.layout.codecs, slab.planes, self.layout.dims, strict=True):
                 yield from codec.roles(codes, dim)
+
+
+@torch.inference_mode(False)  # tensors made in inference mode cannot be written outside of it
+def zeros(nbytes: int, device: torch.device, on_host: bool) -> Tensor:
+    """Zeros, uint8 `[nbytes]`, on `device`, or in host memory that it reads."""
+    return zeros_on_host(nbytes, device) if on_host else torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
 @functools.lru_cache(maxsize=64)

@@ -40,6 +40,7 @@ class Storage(LayerStorage):
         max_length: the most tokens; room for all is allocated at once. None: storage grows by pages.
         static: tensors keep their addresses, which compiled code needs; pages can still be added.
         budget: of quantized tokens that attention reads; None: all.
+        offload_pages: pages lie in host memory.
     """
 
     tokens: RowPages
@@ -53,6 +54,7 @@ class Storage(LayerStorage):
         max_length: int | None = None,
         static: bool = False,
         budget: AttentionBudget | None = None,
+        offload_pages: bool = False,
     ):
         self.max_length, self.num_sink_tokens, self.budget = max_length, num_sink_tokens, budget
         self.static = static or max_length is not None
@@ -70,7 +72,8 @@ class Storage(LayerStorage):
             self._grow(like[0].shape[2])
             self.control = torch.zeros(len(CONTROL), dtype=torch.int32, device=device)
             self.rows = torch.zeros(batch, len(COLUMNS), dtype=torch.int32, device=device)
-        self.tokens = RowPages(codecs, like, static=self.static, grows=self.static and max_length is None)
+        offloads = budget if offload_pages else None
+        self.tokens = RowPages(codecs, like, static=self.static, grows=self.static and max_length is None, offloads=offloads)
         self.reset_counts()
         slots = self.overflow(like[0].shape[2]) if max_length is None else max(max_length - num_sink_tokens - self.slots, 0)
         if slots:
@@ -91,7 +94,8 @@ class Storage(LayerStorage):
         bound = self.columns if self.max_length is None else self.tokens.capacity
         pages = replace(self.bound, lengths=self.rows[:, LENGTH])
         zones = self.sinks, self.residual, self.rows
-        self.inputs = PagedInputs(pages, *zones, bound, control=self.control, budget=self.budget, launches=self.tokens.launches)
+        cache, launches = self.tokens.cache, self.tokens.launches
+        self.inputs = PagedInputs(pages, *zones, bound, control=self.control, budget=self.budget, cache=cache, launches=launches)
         """The inputs of attention for a step of one token; `max_length` is a bound on what the device counts."""
         self.__dict__.pop("launch", None)
         room = self.max_length or self.sinks[0].shape[2] + self.residual[0].shape[2] + self.tokens.capacity
@@ -412,7 +416,8 @@ def attention_inputs_of(
     key, value = sides_of(sinks, tokens, residual)
     paged = None
     if tokens.pages.by_page or budget is not None:
-        paged = PagedInputs(tokens.pages, sinks, residual, None, tokens.length, budget=budget, launches=tokens.launches)
+        cache, launches = tokens.cache, tokens.launches
+        paged = PagedInputs(tokens.pages, sinks, residual, None, tokens.length, budget=budget, cache=cache, launches=launches)
     return AttentionInputs(key, value, paged, joined)
 
 
