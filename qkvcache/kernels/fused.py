@@ -157,7 +157,7 @@ class Arguments(NamedTuple):
     means: tuple[tuple[int, ...], ...]
     """Strides of the means of keys and of values, over rows and heads."""
     constants: dict[str, Any]
-    plans: dict[tuple, LaunchPlan]
+    plans: dict[tuple, Any]
     """Launch plans of the calls over these inputs, by the shape of their queries and their options."""
 
     @classmethod
@@ -186,7 +186,7 @@ class Arguments(NamedTuple):
         return inputs.launches[counted]
 
 
-def _held(inputs: PagedInputs, empty: Tensor) -> Held:
+def held(inputs: PagedInputs, empty: Tensor) -> Held:
     """The arguments `OF_INPUTS`."""
     if "attention" not in inputs.held:
         rows, exact, (sinks, _, ring) = inputs.rows, (*inputs.sinks, *inputs.ring), inputs.slots
@@ -295,7 +295,7 @@ class Call:
     ) -> None:
         self.inputs, self.args, self.items, shape = inputs, Arguments.of(inputs), items, query.shape
         args, (sinks, region, ring) = self.args, inputs.slots
-        self.held, self.strides = _held(inputs, args.empty), inputs.pages.strides
+        self.held, self.strides = held(inputs, args.empty), inputs.pages.strides
         self.zones = zones = region, sinks, ring
         scaling, softcap = options.get("scaling"), options.get("softcap")
         self.sinks, self.observed = options.get("sinks"), options.get("observed")

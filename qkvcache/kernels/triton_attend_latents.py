@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -23,7 +22,8 @@ from torch import Tensor
 
 from ..formats.base import Codec, PackedLayout
 from ..formats.rotation import rotation_block
-from .fused import Arguments, architecture, split
+from .fused import OF_INPUTS, OF_REDUCE, Arguments, architecture, held, split
+from .launch import Launcher
 from .pages import LEAST_SPLIT, PagedInputs
 from .segments import layout_of
 from .triton_attend import LOG2E, _exact_columns, _hides, _tiles_of_split, head_of, page_of
@@ -315,60 +315,72 @@ def attend_latent_pages(
     args, (batch, heads, queries, _), device = Arguments.of(inputs), query.shape, query.device
     (sinks, region, ring), rank, rope = inputs.slots, args.constants["D"], args.constants["DV"]
     arch, processors = architecture(device)
-    rows, base2 = heads * queries, scaling * LOG2E.value
+    rows, base2, exact = heads * queries, float(scaling * LOG2E.value), int(sinks + ring > 0)
     launch = launch or launched(arch, rows)
     query = query if query.stride(-1) == 1 else query.contiguous()
     flat = query.reshape(batch * rows, rank + rope)
-    turned, mean = _turned(inputs.pages.key, flat[:, :rank]), args.planes[0][3]
+    turned = _turned(inputs.pages.key, flat[:, :rank])
+    key = "latents", query.shape, mask is None, causal, exact, launch
+    if key not in args.plans:
+        args.plans[key] = LatentPlan(args, *key[1:])
+    plan = args.plans[key]
     latent, rotated = (torch.empty(batch * rows, dim, dtype=torch.float16, device=device) for dim in (rank, rope))
     factors = torch.empty(batch * rows, 3, dtype=torch.float32, device=device)
-    with torch.cuda.device_of(query):
-        query_kernel[(batch * rows,)](
-            turned, flat, _order(args.use.key, rank, device), _order(args.use.value, rope, device), mean, latent, rotated, factors,
-            turned.stride(0), flat.stride(0), args.means[0][0], rows, base2, *_units((args.use.key, args.use.value)),
-            D=rank, P=rope, CENTERED=args.use.key.centered, num_warps=1,
-        )  # fmt: skip
+    plan.queries((batch * rows, 1, 1), turned, flat, latent, rotated, factors, turned.stride(0), flat.stride(0), base2)
 
-    blocks, exact = -(-rows // launch.rows), int(sinks + ring > 0)
+    blocks = -(-rows // launch.rows)
     panels = batch * blocks
     splits = max(split(region, panels, launch.tile, processors + panels) if region else 0, 1 - exact) + exact
     part = torch.empty(panels * splits * launch.rows * (rank + 2), dtype=torch.float32, device=device)
     maxima = part[panels * splits * launch.rows * rank :]
-    sums = maxima[panels * splits * launch.rows :]
+    partial = part, maxima, maxima[panels * splits * launch.rows :]
     shown, mask_strides = args.empty, (0, 0)
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())].expand(batch, 1, 1, sum(inputs.slots) if mask.shape[-1] == 1 else -1)
         shown, mask_strides = mask.view(torch.uint8), (mask.stride(0), mask.stride(3))
-    pages, counts = inputs.pages, inputs.rows
-    exact_planes = *inputs.sinks, *inputs.ring
-    constants = {name: args.constants[name] for name in ("K", "V", "D", "PAGE", "BASE", "COUNTED", "K_ONCE", "V_ONCE")}
-    constants |= {"k_strides": args.constants["k_strides"], "v_strides": args.constants["v_strides"], "P": rope, "G": heads}
-    with torch.cuda.device_of(query):
-        attend_latents_kernel[(splits, blocks, batch)](
-            query, latent, rotated, factors, pages.table, args.empty if counts is None else counts,
-            args.empty if counts is None else pages.lengths, *args.planes, exact_planes, shown, part, maxima, sums, *query.stride()[:3],
-            pages.strides[0], 0 if counts is None else counts.stride(0), pages.strides[2],
-            tuple(n for x in exact_planes for n in x.stride()[:3]), *mask_strides, base2, sinks, region, ring, LEAST_SPLIT, queries,
-            R=launch.rows, T=launch.tile, TX=launch.exact_tile, MASK=mask is not None, CAUSAL=causal and queries > 1, ARCH=arch,
-            EXACT=bool(exact), num_warps=launch.warps, num_stages=1, **constants,
-        )  # fmt: skip
-    return _joined(args, query, (part, maxima, sums), splits, blocks, launch.rows, mean, bool(exact))
-
-
-def _joined(
-    args: Arguments, query: Tensor, partial: tuple[Tensor, ...], splits: int, blocks: int, rows: int, mean: Tensor, exact: bool
-) -> Tensor:
-    """The output `[B, Hq, Q, R]` of partial results."""
-    (batch, heads, queries, _), rank, layout = query.shape, args.constants["D"], args.use.key
-    out = query.new_empty_strided((batch, heads, queries, rank), (heads * queries * rank, rank, heads * rank, 1))
-    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=query.device)
-    block = rotation_block(rank) if layout.rotated else 1
-    columns = rank if layout.rotated else 32
-    options: dict[str, Any] = {"V": layout, "DV": rank, "C": columns, "G": heads, "R": rows, "S": 32, "SINKS": False, "ITEMS": False}
-    with torch.cuda.device_of(out):
-        reduce_kernel[(heads * queries, batch, rank // columns)](
-            *partial, args.empty, args.empty, args.use.signs, mean, out, lse, *out.stride()[:3], splits, blocks, 1, queries,
-            *args.means[0][:2], EXACT=exact, TURN=block**-0.5, STAGES=block.bit_length() - 1, num_warps=4 if layout.rotated else 1,
-            **options,
-        )  # fmt: skip
+    pages = inputs.pages
+    plan.attend(
+        (splits, blocks, batch), query, latent, rotated, factors, pages.table, shown, *partial, *query.stride()[:3], pages.strides[0],
+        *mask_strides, base2, region, held=held(inputs, args.empty),
+    )  # fmt: skip
+    out = query.new_empty_strided((batch, heads, queries, rank), plan.out_strides)
+    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
+    plan.reduce(plan.reduce_grid, *partial, args.empty, args.empty, out, lse, splits)
     return out
+
+
+OF_QUERIES = "latent", "query", "q_latent", "q_rope", "factors", "latent_stride", "query_stride", "scaling"
+OF_LATENTS = (
+    "query", "q_latent", "q_rope", "factors", "table", "mask", "part", "maxima", "sums", "query_b", "query_h", "query_q", "table_b",
+    "mask_b", "mask_t", "scaling", "n_quantized",
+)  # fmt: skip
+
+
+class LatentPlan:
+    """The launches of attention calls of one shape, `[B, Hq, Q, R + P]`."""
+
+    def __init__(self, args: Arguments, shape: torch.Size, unmasked: bool, causal: bool, exact: int, launch: Launch) -> None:
+        (batch, heads, queries, _), device, use = shape, args.empty.device, args.use
+        rank, rope, rows, mean = args.constants["D"], args.constants["DV"], heads * queries, args.planes[0][3]
+        latent_unit, rope_unit = _units((use.key, use.value))
+        self.queries = Launcher(
+            query_kernel, device, OF_QUERIES, order=_order(use.key, rank, device), rope_order=_order(use.value, rope, device), mean=mean,
+            mean_b=args.means[0][0], rows=rows, latent_unit=latent_unit, rope_unit=rope_unit, D=rank, P=rope, CENTERED=use.key.centered,
+            num_warps=1,
+        )  # fmt: skip
+        shared = args.constants | {"G": heads, "R": launch.rows, "EXACT": bool(exact), "queries": queries}
+        self.attend = Launcher(
+            attend_latents_kernel, device, OF_LATENTS, OF_INPUTS, **shared | {"TX": launch.exact_tile}, k_planes=args.planes[0],
+            v_planes=args.planes[1], least=LEAST_SPLIT, P=rope, T=launch.tile, MASK=not unmasked, CAUSAL=causal and queries > 1,
+            ARCH=architecture(device)[0], num_warps=launch.warps, num_stages=1,
+        )  # fmt: skip
+        block = rotation_block(rank) if use.key.rotated else 1
+        columns = rank if use.key.rotated else 32
+        self.out_strides = heads * queries * rank, rank, heads * rank, 1
+        self.reduce_grid = rows, batch, rank // columns
+        strides = dict(zip(("out_stride_b", "out_stride_h", "out_stride_q"), self.out_strides, strict=False))
+        self.reduce = Launcher(
+            reduce_kernel, device, OF_REDUCE, **shared | {"V": use.key, "DV": rank}, C=columns, S=32, SINKS=False, ITEMS=False,
+            TURN=block**-0.5, STAGES=block.bit_length() - 1, signs=use.signs, center=mean, center_b=args.means[0][0],
+            center_h=args.means[0][1], blocks=-(-rows // launch.rows), heads=1, num_warps=4 if use.key.rotated else 1, **strides,
+        )  # fmt: skip
