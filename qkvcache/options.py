@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import takewhile
@@ -16,6 +17,7 @@ from typer.core import TyperCommand
 if TYPE_CHECKING:
     import torch
 
+UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 MODEL = "'demo', 'smollm2', a model's folder, a .gguf file, or its name on the Hub."
 Budget = Annotated[float | None, typer.Option(help="Tokens that the policy retains: a number from 1 on, or a share such as 0.5.")]
 AttentionBudget = Annotated[
@@ -120,3 +122,13 @@ def counts_of(text: str, option: str) -> list[int]:
         return [int(count) for count in text.split(",")]
     except ValueError as error:
         raise typer.BadParameter(f"{text!r}: expected whole numbers with commas between them", param_hint=option) from error
+
+
+def bytes_of(text: str | None, option: str) -> float | None:
+    """`80GB` as bytes."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]i?b)?\s*", text, re.IGNORECASE)
+    if not match:
+        raise typer.BadParameter(f"{text!r}: expected a size such as 80GB, 74.5GiB or 80e9", param_hint=option)
+    return float(match[1]) * UNITS[(match[2] or "").upper()]

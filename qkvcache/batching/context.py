@@ -16,6 +16,7 @@ from ..caches.base import head_dim_of
 from ..formats import Format, FormatByLayer
 from ..kernels import on_triton
 from ..policies import check_count
+from ..prefix import PrefixStore
 from .metrics import Counters, Metrics
 from .requests import check_prompt
 from .statistics import Statistics
@@ -69,7 +70,8 @@ class Batching:
             self.manager = None
 
     def __deepcopy__(self, memo: dict) -> Batching:
-        return Batching(copy.deepcopy(self.model, memo), copy.deepcopy(self.statistics, memo), **self._reading)
+        reading = self._reading | {"store": None}  # which is of the original's model
+        return Batching(copy.deepcopy(self.model, memo), copy.deepcopy(self.statistics, memo), **reading)
 
     def __enter__(self) -> Batching:
         return self
@@ -86,6 +88,7 @@ def continuous_batching(
     num_sink_tokens: int = 4,
     attention_budget: int | float | None = None,
     statistics: Statistics | str | Path | None = None,
+    store: PrefixStore | None = None,
 ) -> Batching:
     """Keeps the requests of `model.generate_batch` and `model.init_continuous_batching` in compressed pages.
 
@@ -107,14 +110,17 @@ def continuous_batching(
         statistics: for formats with one mean or scale for all tokens: the `batching.statistics` of an earlier run, or
             the file that its `save` wrote. None: they come from the first batch of prompts and are frozen for all later
             requests.
+        store: a store of this model, to which complete pages are written and from which they come back, in this process
+            and in later ones: the next turn of a conversation computes its new tokens alone. None: pages live as long
+            as the pool has room for them.
 
     Raises:
         NotImplementedError: a release of transformers that is not supported, models with linear, chunked or latent
             attention or with attention code of their own, or encoder-decoders.
         ValueError: an unknown format or one that cannot hold the model's head_dim; negative sizes; an attention budget
-            that is no number of tokens and no share; statistics of another format or model; a model that already batches
-            on compressed pages.
-        TypeError: `format`, `statistics`, `attention_budget` or a size of another type.
+            that is no number of tokens and no share; statistics of another format or model; the store of another model;
+            a model that already batches on compressed pages.
+        TypeError: `format`, `statistics`, `attention_budget`, `store` or a size of another type.
     """
     from .transformers_adapter import is_patched, patch
 
@@ -132,6 +138,10 @@ def continuous_batching(
         raise TypeError(f"statistics={statistics!r}: expected a file, or the statistics of an earlier run")
     if statistics.format != chosen:
         raise ValueError(f"statistics are of format {statistics.format.name!r}, not of {chosen.name!r}")
+    if store is not None and not isinstance(store, PrefixStore):
+        raise TypeError(f"store must be a PrefixStore, got {store!r}")
+    if store is not None and store.model is not model:
+        raise ValueError("the store is of another model: make it with PrefixStore(model, ...)")
     if is_patched(model):
         raise ValueError("the model batches on compressed pages already: close that first")
     if not on_triton(model.device):
@@ -140,7 +150,8 @@ def continuous_batching(
             f"continuous batching on compressed pages has no kernels for {kind}: torch operations instead, which are slow", stacklevel=2
         )
     install()
-    batching = Batching(model, statistics, num_sink_tokens=num_sink_tokens, residual_length=residual_length, budget=budget)
+    reading = {"num_sink_tokens": num_sink_tokens, "residual_length": residual_length, "budget": budget, "store": store}
+    batching = Batching(model, statistics, **reading)
     patch(model, batching, batching.generate_batch)
     return batching
 

@@ -26,6 +26,8 @@ class Metrics:
     prompt_tokens     tokens of prompts, since then
     cached_tokens     of those, tokens that were in pages already
     preemptions       times that a running request lost its pages to others, to be continued later
+    pages_written     pages that are in the store's directory since then, and survive this process
+    pages_fetched     pages that came from the store
     """
 
     running: int = 0
@@ -41,6 +43,8 @@ class Metrics:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    pages_written: int = 0
+    pages_fetched: int = 0
 
 
 @dataclass
@@ -51,6 +55,8 @@ class Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    pages_written: int = 0
+    pages_fetched: int = 0
 
 
 class Histogram:

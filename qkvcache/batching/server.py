@@ -12,6 +12,7 @@ import copy
 import threading
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -22,6 +23,7 @@ from transformers.cli.serving.utils import CBWorkerDeadError, GenerateManager, M
 from ..attention import attach
 from ..caches import CompressedCache
 from ..models import folder
+from ..prefix import PrefixStore
 from . import api
 from .context import Batching, continuous_batching
 from .fields import TEXTS, UNSUPPORTED, Refusal
@@ -41,12 +43,15 @@ class Server(Serve):
         cache: options of `continuous_batching`; without continuous batching, of `CompressedCache`.
         metrics_interval: seconds between two lines of metrics; 0 prints none.
         grace_seconds: seconds for which running requests go on after SIGTERM or Ctrl-C.
-        options: those of `transformers.cli.serve.Serve`, such as `port`, `device`, `dtype`, `cb_max_memory_percent`. Continuous batching
-            is on unless `continuous_batching=False`: requests then run one after the other.
+        store: a folder in which pages survive the server (`continuous_batching(store=)`); None: they end with it.
+        store_bytes: the most bytes of the folder. A tenth of them is the most bytes of pages in host memory.
+        options: those of `transformers.cli.serve.Serve`, such as `port`, `device`, `dtype`, `cb_max_memory_percent`.
+            Continuous batching is on unless `continuous_batching=False`: requests then run one after the other.
 
     Raises:
         ImportError: the packages of the extra `serve` are missing.
-        ValueError, NotImplementedError: the errors of `continuous_batching`, before the server listens.
+        ValueError, NotImplementedError: the errors of `continuous_batching` and of `PrefixStore`, before the server
+        listens.
     """
 
     def __init__(
@@ -56,9 +61,13 @@ class Server(Serve):
         *,
         metrics_interval: float = 10.0,
         grace_seconds: float = 20.0,
+        store: str | Path | None = None,
+        store_bytes: int = 50 * 10**9,
         continuous_batching: bool = True,
         **options,
     ):
+        if store is not None and not continuous_batching:
+            raise ValueError(f"store={str(store)!r} without continuous batching, which it holds the pages of: leave one of them out")
         self.batching: Batching | None = None
         self.tokenizer: PreTrainedTokenizerBase
         self.exchanges: set[api.Exchange] = set()
@@ -68,6 +77,7 @@ class Server(Serve):
         self.options_by_batch = continuous_batching
         self._grace, self._modality = grace_seconds, Modality.LLM
         self._name, self._cache, self._batches, self._interval = name, cache, continuous_batching, metrics_interval
+        self._store, self._store_bytes = store, store_bytes
         self._model: PreTrainedModel | None = None
         self._attached, self._lock, self._closed = ExitStack(), threading.Lock(), threading.Event()
         super().__init__(folder(name), continuous_batching=continuous_batching, non_blocking=True, **options)
@@ -164,7 +174,7 @@ class Server(Serve):
             self.tokenizer = getattr(processor, "tokenizer", processor)
             self._modality = self._model_manager.get_model_modality(model, processor=processor)
             if self._batches:
-                self.batching = self._attached.enter_context(continuous_batching(model, **self._cache))
+                self.batching = self._attached.enter_context(continuous_batching(model, store=self._opened(model), **self._cache))
             else:
                 self._attached.enter_context(attach(model, lambda config: CompressedCache(config, **self._cache)))
             self.options_by_batch = state.use_continuous_batching(model, self._modality)
@@ -176,6 +186,13 @@ class Server(Serve):
             else:
                 state._generate_managers[name] = Sequential()
             self._model = model
+
+    def _opened(self, model: PreTrainedModel) -> PrefixStore | None:
+        """The store of the pages of `model`."""
+        if self._store is None:
+            return None
+        size = self._store_bytes
+        return PrefixStore(model, max_bytes=size // 10, directory=self._store, max_disk_bytes=size, tokenizer=self.tokenizer)
 
     def _add_front(self) -> None:
         """Puts the middleware next to the handlers, and gives errors OpenAI's form."""

@@ -6,15 +6,17 @@ the first batch of prompts, or from a file that `save` wrote.
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..formats import Codes, Format
 from ..kernels import Pair
+from ..prefix.disk import save
+from ..prefix.host_memory import as_bytes
 
 SIDES = "key", "value"
 
@@ -57,13 +59,22 @@ class Statistics:
         """
         if self.pending or not self.layers:
             raise ValueError("there are no statistics yet: they come from the first prompts")
-        tensors = {
+        save(Path(path), self._tensors(), {"format": self.format.name})
+
+    def digest(self) -> bytes:
+        """A digest of the statistics of all layers."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, x in self._tensors().items():
+            digest.update(name.encode() + as_bytes(x.cpu()).tobytes())
+        return digest.digest()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {
             f"{layer}.{side}.{name}": x.contiguous()
             for layer, sides in self.layers.items()
             for side, codes in zip(SIDES, sides, strict=True)
             for name, x in codes.items()
         }
-        save_file(tensors, path, {"format": self.format.name})
 
     def of_layer(self, layer: int, like: Tensor, rank: int = 0) -> tuple[Codes, Codes]:
         """The statistics of a layer with keys and values like `like` `[1, H, T, D]`, for the heads of the

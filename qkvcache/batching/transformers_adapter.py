@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice, takewhile
 from math import ceil, lcm
 from typing import Any
 
@@ -27,12 +27,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..formats import Format
 from ..kernels import AttentionBudget
 from ..kernels.attend_chunked import CHUNK_BYTES
+from ..prefix import PrefixStore
+from ..prefix.pages import StoredPages
 from .attention import NAME, paged_attention
 from .layout import PAGE_ALIGNMENT, BlockLayout
 from .metrics import Counters, Metrics
 from .requests import ASKED, Asked, StopStrings, check_prompt
 from .rings import Rings
 from .sampling import GREEDY, gumbel, key, sampling_options
+from .sessions import Sessions
 from .statistics import Statistics
 from .step import HEADER
 from .store import LayerGroup, PageStore
@@ -66,7 +69,7 @@ try:
     from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs, ContinuousBatchingIOs
     from transformers.generation.continuous_batching.requests import FutureRequestState, GenerationOutput, RequestState, RequestStatus
     from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, Scheduler
-    from transformers.generation.continuous_batching.utils import WorkloadHints, get_accelerator_graph_name
+    from transformers.generation.continuous_batching.utils import WorkloadHints, get_accelerator_graph_name, stream_context
 except ImportError as error:
     raise unsupported(error) from error
 
@@ -97,6 +100,8 @@ CALLED: Mapping[Callable, str] = {
 """The parameters of functions that are called here. Those of methods that are overridden are compared with the overriding ones."""
 
 
+FETCHED = "pages that were fetched"
+"""The id of the request that fetched pages belong to until they are matched."""
 RING_SHARE = 16
 """Rings take at most one sixteenth of the free memory, unless `max_requests_per_batch` sets their number."""
 
@@ -278,6 +283,26 @@ class CompressedAllocator(FullAttentionCacheAllocator):
         tokens = min(past_length + query_length, self.most_tokens)
         return super()._compute_blocks_needed(allocated_blocks, 0, tokens)
 
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """Frees the blocks of a request, the last ones first: more requests share its first ones, which are evicted
+        last."""
+        self.block_table.get(request_id, []).reverse()
+        super().free_blocks(request_id, no_cache)
+
+    @property
+    def room(self) -> int:
+        """Blocks that no request reads: free ones, and cached ones, which can be evicted."""
+        free = self.pool.count_free_blocks(self.index) + self.pool.num_free_sectors * self.blocks_per_sector
+        return free + len(self.ledger.cached_blocks)
+
+    def evict(self, count: int) -> None:
+        """Frees `count` cached blocks, those that were used longest ago."""
+        ledger = self.ledger
+        for block in list(islice(ledger.cached_blocks, count)):
+            del ledger.cached_blocks[block]
+            del ledger.hash_to_block[ledger.block_to_hash.pop(block)]
+            self.pool.free_blocks(self.index, [block])
+
 
 class CompressedPagedCache(PagedAttentionCache):
     """transformers' paged cache with compressed pages.
@@ -303,6 +328,8 @@ class CompressedPagedCache(PagedAttentionCache):
         counters: Counters,
         max_requests: int | None,
         max_blocks_per_request: int | None,
+        store: PrefixStore | None = None,
+        wake: Callable[[], Any] = bool,
     ):
         smallest = copy.copy(continuous_batching_config)
         smallest.num_blocks, smallest.max_batch_tokens = 1, 1
@@ -320,6 +347,8 @@ class CompressedPagedCache(PagedAttentionCache):
         # The new token is in the ring too.
         rings = Rings(config.num_hidden_layers, size.rings, heads, residual_length + 1, head_dim, dtype, device)
         groups = [LayerGroup(replace(layout, window=getattr(held, "sliding_window", None)), held.layer_indices, rings) for held in stock]
+        text = f"{type(layout.format).__module__} {layout}, {config.num_hidden_layers} layers, {residual_length} last tokens, {budget}"
+        pages = None if store is None else self._stored_pages(store, text, page_size, statistics, distributed_helper)
         self.store = PageStore(groups, rings, statistics, distributed_helper.tp_local_rank, budget)
 
         allow = continuous_batching_config.allow_block_sharing
@@ -334,7 +363,6 @@ class CompressedPagedCache(PagedAttentionCache):
         for held in self.allocators:
             held.register_cache_tensor(self.bytes_per_sector, nbytes, self.cache_tensor, self.pool)
         self.tokens_per_sector = page_size * max(held.blocks_per_sector for held in self.allocators)
-        self.use_prefix_sharing = allow and all(held.use_block_sharing for held in self.allocators)
         self.max_tokens_read = self.tokens_per_sector * self.num_sectors
 
         if max_blocks_per_request is None:
@@ -344,6 +372,31 @@ class CompressedPagedCache(PagedAttentionCache):
         self.max_blocks_per_request = HEADER + max_blocks_per_request if max_blocks_per_request else 0
         continuous_batching_config.max_blocks_per_request = self.max_blocks_per_request
         continuous_batching_config.max_requests_per_batch = size.rings
+        self.stream: Any = None
+        """The stream that steps run on."""
+        self.sessions: Sessions | None = None
+        self._stored: dict[str, int] = {}
+        """The number of pages of each request that were found or stored."""
+        if pages is not None:
+            (held,) = self.allocators
+            self.sessions = Sessions(
+                pages, statistics, held._copy_view, counters, lambda tokens: len(held.match_prefix_blocks(tokens)), wake
+            )
+
+    def _stored_pages(
+        self, store: PrefixStore, text: str, page_size: int, statistics: Statistics, helper: DistributedHelper
+    ) -> StoredPages:
+        """The pages in a store with bytes as `text` says, whose statistics are taken over."""
+        if not self.use_prefix_sharing:
+            raise NotImplementedError(
+                "store=: requests share no pages, because the model has layers with a sliding window or allow_block_sharing is False"
+            )
+        if helper.tp_size > 1:
+            raise NotImplementedError(f"store= with tensor parallelism over {helper.tp_size} GPUs: leave it out, or serve on one GPU")
+        pages = store.pages(text, page_size)
+        if pages.directory is not None and pages.statistics.exists() and not (statistics.layers or statistics.stored):
+            statistics.stored = Statistics.load(pages.statistics, statistics.format).stored
+        return pages
 
     def check_room(self, request_id: str, tokens: int) -> None:
         """Raises MemoryError if a request of `tokens` tokens does not fit into the empty pool."""
@@ -359,8 +412,8 @@ class CompressedPagedCache(PagedAttentionCache):
     def metrics(self) -> dict[str, int]:
         """The fields of `Metrics` that are of pages and rings."""
         block = self.store.groups[0].layout.nbytes * len(self.store.group_of)
-        cached = sum(len(held.ledger.cached_blocks) * held.bytes_per_block for held in self.allocators)
-        used = self.num_sectors * self.bytes_per_sector - self.compute_free_capacity(relative=False) - cached
+        cached = self._cached_bytes
+        used = self.num_sectors * self.bytes_per_sector - self.compute_free_capacity(relative=False)
         rings = self.store.rings
         return {
             "pages_used": ceil(used / block),
@@ -384,25 +437,83 @@ class CompressedPagedCache(PagedAttentionCache):
 
     # The lifetime of a request.
 
+    def matched(self, prompt_ids: list[int]) -> list[int]:
+        """The tokens of a prompt that blocks are searched for: not the last ones, which are computed again, so that the
+        ring has them."""
+        return prompt_ids[: max(len(prompt_ids) - self.store.rings.slots + 1, 0)]
+
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """Finds cached blocks as transformers does, but not for the last tokens of the prompt: these are computed
-        again, so that the ring has them."""
-        return super().search_prefix_match(request_id, prompt_ids[: max(len(prompt_ids) - self.store.rings.slots + 1, 0)])
+        """Finds cached blocks as transformers does, among them the pages that were fetched for the request."""
+        tokens = self.matched(prompt_ids)
+        if self.sessions is not None:
+            self._place(self.sessions, request_id, tokens)
+        found = super().search_prefix_match(request_id, tokens)
+        self._stored[request_id] = found // self.allocators[0].tokens_per_page
+        return found
+
+    def _place(self, sessions: Sessions, request_id: str, tokens: list[int]) -> None:
+        """Copies the fetched pages of a request into blocks, as those of a request that has ended."""
+        (held,) = self.allocators
+        found = held.match_prefix_blocks(tokens)
+        held.acquire_prefix_blocks(FETCHED, len(found) * held.tokens_per_page, found)
+        if fetch := sessions.take(request_id, held.room - 1):
+            state = RequestState(FETCHED, tokens, position_offset=len(found) * held.tokens_per_page)
+            pages = fetch.pages[max(len(found) - fetch.first, 0) :] if fetch.first <= len(found) else []
+            if pages and self.can_store_request_tokens(state, len(pages) * held.tokens_per_page):
+                with stream_context(self.stream):
+                    for block, page in zip(held.block_table[FETCHED][len(found) :], pages, strict=True):
+                        page.copy_into({"page": held._copy_view[block]})
+                held.mark_complete_blocks(FETCHED, tokens, len(pages))
+        held.free_blocks(FETCHED)
 
     def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
         """Whether the request's tokens can be stored, as in transformers; answers at once if its last block has room,
-        as in most steps."""
+        as in most steps. Evicts as many cached blocks as the request needs, and no more."""
         end = state.position_offset + request_len
         for held in self.allocators:
             blocks = held.block_table.get(state.request_id)
             if blocks is None or len(blocks) * held.tokens_per_page < min(end, held.most_tokens):
+                self._make_room(held.needs_new_blocks(state.request_id, state.position_offset, request_len))
                 return super().can_store_request_tokens(state, request_len, dry_run)
         return True
 
+    def _make_room(self, count: int) -> None:
+        """Evicts cached blocks if `count` blocks are not free, and if there are then enough. Only blocks of models
+        without windows are cached."""
+        held = self.allocators[0]
+        if len(self.allocators) > 1:
+            return
+        if held.room < count and self.sessions is not None:
+            self.sessions.settle()
+            self.release_copied()
+        missing = count - (held.room - len(held.ledger.cached_blocks))
+        if 0 < missing <= len(held.ledger.cached_blocks):
+            held.evict(missing)
+
+    def release_copied(self) -> None:
+        """Releases the blocks that were copied to the host."""
+        while self.sessions is not None and self.sessions.copied:
+            (held,), block = self.allocators, self.sessions.copied.popleft()
+            if held.ledger.release(block):
+                held.pool.free_blocks(held.index, [block])
+
+    @property
+    def _cached_bytes(self) -> int:
+        return sum(len(held.ledger.cached_blocks) * held.bytes_per_block for held in self.allocators)
+
+    def compute_free_capacity(self, relative: bool = True) -> int | float:
+        """The free capacity as in transformers, and that of cached blocks, which are evicted when they are needed."""
+        cached = self._cached_bytes
+        return super().compute_free_capacity(relative) + (cached / (self.num_sectors * self.bytes_per_sector) if relative else cached)
+
     def prepare_fork_request(self, src_state: RequestState, dst_req_ids: list[str], copy_src_and_dst: Any) -> list[str]:
+        self._make_room(sum(held.count_non_shareable_blocks(src_state.request_id, src_state.current_len()) for held in self.allocators))
         forked = super().prepare_fork_request(src_state, dst_req_ids, copy_src_and_dst)
         for request_id in forked:
             self.store.fork(src_state.request_id, request_id)
+            if self.sessions is not None:
+                self._stored[request_id] = self._stored.get(src_state.request_id, 0)
+                self.sessions.names[request_id] = self.sessions.names.get(src_state.request_id, [])
         return forked
 
     def perform_cache_copy(self, copy_src_and_dst: dict[str, tuple[list[int], list[int]]]) -> None:
@@ -413,19 +524,39 @@ class CompressedPagedCache(PagedAttentionCache):
         self.counters.preemptions += no_cache  # only offloading needs it
         super().free_blocks(request_id, no_cache)
         self.store.rings.release(request_id)
+        self._stored.pop(request_id, None)
+        if self.sessions is not None:
+            self.sessions.drop(request_id)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
+        if self.sessions is not None:
+            self.sessions.settle()
+            self.release_copied()
         super().free_all_requests(clear_ledgers)
         for request_id in list(self.store.rings.by_request):
             self.store.rings.release(request_id)
 
     def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
-        """Marks complete blocks as transformers does, but only if the request has blocks: it has none if it was
-        cancelled while its step ran."""
+        """Marks complete blocks as transformers does, those of a request's last step too, but only if the request has
+        blocks: it has none if it was cancelled while its step ran."""
         self.counters.tokens_generated += state.status != RequestStatus.PREFILLING  # a call for each token
         if complete_blocks and state.request_id in self.allocators[0].block_table:
-            super().mark_complete_blocks(state, complete_blocks)
+            for name, count in complete_blocks.items():
+                tokens = state.initial_tokens + state.generated_tokens
+                self.cache_allocators[name].mark_complete_blocks(state.request_id, tokens, count)
             self.store.forget(state.request_id)  # its blocks were exchanged for others with the same tokens
+            if self.sessions is not None:
+                self._store(self.sessions, state)
+
+    def _store(self, sessions: Sessions, state: RequestState) -> None:
+        """Stores the pages of a request that were completed. Its blocks stay until they are copied."""
+        (held,), first = self.allocators, self._stored.get(state.request_id, 0)
+        blocks = list(takewhile(held.ledger.block_to_hash.__contains__, held.block_table[state.request_id]))
+        self._stored[state.request_id] = len(blocks)
+        for block in blocks[first:]:
+            held.ledger.acquire(block)
+        tokens = (state.initial_tokens + state.generated_tokens)[: len(blocks) * held.tokens_per_page]
+        sessions.store(state.request_id, tokens, blocks[first:], first)
 
 
 def _least(count: int, helper: DistributedHelper, device: torch.device) -> int:
@@ -479,6 +610,19 @@ class Requests:
 
     forget: Callable[[str], None]
     cache: CompressedPagedCache
+
+    def add_waiting_request(self, state: RequestState) -> None:
+        super().add_waiting_request(state)  # type: ignore[misc]
+        if self.cache.sessions is not None and not state.is_cpu_offloaded:
+            self.cache.sessions.expect(state.request_id, self.cache.matched(state.initial_tokens))
+
+    def _get_waiting_candidates(self) -> list[RequestState]:
+        """The waiting requests whose stored pages have been fetched."""
+        states = super()._get_waiting_candidates()  # type: ignore[misc]
+        if self.cache.sessions is None:
+            return states
+        fetched = self.cache.sessions.fetched([state.request_id for state in states])
+        return [state for state in states if state.request_id in fetched]
 
     def _infer_request_tokens(self, state: RequestState, *args: Any) -> list[int]:
         tokens = super()._infer_request_tokens(state, *args)  # type: ignore[misc]
@@ -599,10 +743,12 @@ class CompressedProcessor(ContinuousBatchProcessor):
         every: list[Any] = [io for pair in pairs for io in (pair.host_io, pair.device_io)] or [made]
         for inputs in every:
             inputs.__class__, inputs.logit_processor = BatchInputs, self.logit_processor  # transformers makes them
+        self.cache.stream = made.compute_stream
         if isinstance(self.logit_processor, Sampling):
             self.do_sample = self.model_runner.do_sample = False  # the logits processors draw the tokens
 
     def prepare_next_batch(self) -> bool:
+        self.cache.release_copied()
         while True:
             try:
                 return super().prepare_next_batch()
@@ -686,6 +832,8 @@ class CompressedManager(ContinuousBatchingManager):
         """Stops, and drops the pool."""
         if self.is_running():
             self.stop(block=True, hard_stop=True)
+        if self.batch_processor is not None and self.cache.sessions is not None:
+            self.cache.sessions.close()
         self.destroy()
         self.batch_processor = None
 
@@ -842,6 +990,7 @@ class CompressedManager(ContinuousBatchingManager):
             distributed_helper=self.distributed_helper,
             dtype=model.dtype,
             model_supports_logits_to_keep=callable(supports) and supports(),
+            wake=self._wake_up_loop.set,
             **self.cache_options,
         )
         self._use_prefix_sharing = cache.use_prefix_sharing

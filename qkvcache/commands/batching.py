@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..options import MODEL, budget_of, examples, model_of, refusals
+from ..options import MODEL, budget_of, bytes_of, examples, model_of, refusals
 
 app = typer.Typer()
 
 
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    epilog=examples("qkvcache serve smollm2 --format turboquant_4bit_nc --port 8000"),
+    epilog=examples(
+        "qkvcache serve smollm2 --format turboquant_4bit_nc --port 8000", "qkvcache serve smollm2 --store sessions --store-bytes 50GB"
+    ),
 )
 def serve(
     context: typer.Context,
@@ -25,6 +28,10 @@ def serve(
         float | None, typer.Option(help="Quantized tokens of a request that a step reads: a number from 1 on, or a share such as 0.125.")
     ] = None,
     metrics_interval: Annotated[float, typer.Option(help="Seconds between two lines of metrics; 0 prints none.", min=0)] = 10.0,
+    store: Annotated[
+        Path | None, typer.Option(help="Folder in which pages of conversations survive the server; others may share it.")
+    ] = None,
+    store_bytes: Annotated[str, typer.Option(help="Bytes of the folder, and a tenth of them in host memory: 50GB, 40GiB.")] = "50GB",
     grace_seconds: Annotated[float, typer.Option(help="Seconds that running requests have after SIGTERM or Ctrl-C.", min=0)] = 20.0,
 ) -> None:
     """Serve a model behind transformers' OpenAI-compatible server, with a compressed cache.
@@ -40,7 +47,9 @@ def serve(
 
         cache = {"format": format, "num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
         cache |= {"attention_budget": budget_of(attention_budget, "--attention-budget")}
-        server = Server(model, cache, metrics_interval=metrics_interval, grace_seconds=grace_seconds, **options)
+        size = int(bytes_of(store_bytes, "--store-bytes") or 0)
+        stored = {"store": store, "store_bytes": size}
+        server = Server(model, cache, metrics_interval=metrics_interval, grace_seconds=grace_seconds, **stored, **options)
     server.run()
 
 

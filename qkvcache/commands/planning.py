@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Column, Table
 
-from ..options import MODEL, Budget, JsonOption, budget_of, dtype_of, examples, model_of, output, refusals
+from ..options import MODEL, Budget, JsonOption, budget_of, bytes_of, dtype_of, examples, model_of, output, refusals
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ..planning import Plan
     from ..policies import Policy
 
-UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 Model = Annotated[str, typer.Argument(help=MODEL)]
 Context = Annotated[
@@ -71,7 +70,7 @@ def plan(
 
     options = {
         "policy": _policy(policy, budget), "context": context, "batch": batch, "requests": _mix(requests),
-        "gpu_memory": _bytes("--gpu-memory", gpu_memory), "weights_memory": _bytes("--weights-memory", weights_memory),
+        "gpu_memory": bytes_of(gpu_memory, "--gpu-memory"), "weights_memory": bytes_of(weights_memory, "--weights-memory"),
         "tensor_parallel": tensor_parallel, "dtype": dtype and dtype_of(dtype), "num_sink_tokens": num_sink_tokens,
         "residual_length": residual_length, "max_length": max_length,
     }  # fmt: skip
@@ -103,8 +102,8 @@ def recommend(
 
     options = {
         "workload": workload, "context": context, "streaming": streaming, "chat": chat, "batch": batch,
-        "dtype": dtype and dtype_of(dtype), "gpu_memory": _bytes("--gpu-memory", gpu_memory),
-        "weights_memory": _bytes("--weights-memory", weights_memory), "tensor_parallel": tensor_parallel,
+        "dtype": dtype and dtype_of(dtype), "gpu_memory": bytes_of(gpu_memory, "--gpu-memory"),
+        "weights_memory": bytes_of(weights_memory, "--weights-memory"), "tensor_parallel": tensor_parallel,
     }  # fmt: skip
     config = _config(model)
     with refusals():
@@ -153,16 +152,6 @@ def _mix(text: str | None) -> list[tuple[float, int, int]] | None:
     if not all(kinds):
         raise typer.BadParameter(f"{text!r}: expected WEIGHTxPROMPT+ANSWER such as 3x1000+200,1x16000+500", param_hint="--requests")
     return [(float(kind[1] or 1), int(kind[2]), int(kind[3])) for kind in kinds if kind]
-
-
-def _bytes(name: str, text: str | None) -> float | None:
-    """`80GB` to bytes."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]i?b)?\s*", text, re.IGNORECASE)
-    if not match:
-        raise typer.BadParameter(f"{text!r}: expected a size such as 80GB, 74.5GiB or 80e9", param_hint=name)
-    return float(match[1]) * UNITS[(match[2] or "").upper()]
 
 
 def _table(plans: list[Plan]) -> Table:

@@ -4,6 +4,8 @@ A file name consists of the name of the model, the name of the cache template an
 directory is the index. A file is renamed into place, so that it is complete when it appears. Its header has a digest of
 itself and, for every layer, a digest of each `CHUNK` tokens, so that a fetch reads and checks only the tokens that it
 matched. Digests detect damage and mistakes; they are not a signature.
+
+A page of continuous batching (`pages.py`) is a file of the same directory, with a name of the same form and one tensor.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
 import warnings
 from collections import Counter, deque
@@ -98,17 +101,35 @@ def write(directory: Path, entry: Entry, model: str) -> File:
     }
     text, ids = json.dumps(header), match.decode(entry.key).int()
     digest = _digest(text.encode(), ids)
-    final = directory / file_name(entry.key, entry.template.name)
-    folder = directory / f"{uuid4().hex}{WRITING}"  # safetensors makes temporary files of its own
+    metadata = {"qkvcache_prefix": str(VERSION), "header": text, "digest": digest}
+    final = save(directory / file_name(entry.key, entry.template.name), tensors | {"ids": ids}, metadata)
+    return _file(final, header, ids, digest)
+
+
+def save(final: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Path:
+    """Writes a file, which survives a crash of the system once this returns. Raises OSError if that fails, and leaves
+    no part of it."""
+    folder = final.parent / f"{uuid4().hex}{WRITING}"  # safetensors makes temporary files of its own
     try:
         folder.mkdir(parents=True)
-        save_file(tensors | {"ids": ids}, folder / final.name, {"qkvcache_prefix": str(VERSION), "header": text, "digest": digest})
+        save_file(tensors, folder / final.name, metadata)
+        _sync(folder / final.name)
         os.replace(folder / final.name, final)
+        _sync(final.parent)
     except SafetensorError as error:
         raise OSError(str(error)) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return _file(final, header, ids, digest)
+    return final
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file, or the names in a directory, are on the device."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _file(path: Path, header: dict, ids: Tensor, digest: str) -> File:
@@ -147,6 +168,41 @@ def read_header(path: Path) -> File:
     if path.name != file_name(found.key, found.template):
         raise Damaged("its name belongs to another entry")
     return found
+
+
+@dataclass(frozen=True)
+class PageFile:
+    """The header of a page's file. `text` describes the layout, `model` the model, `digest` covers the file's name and
+    the page."""
+
+    path: Path
+    text: str
+    model: str
+    tokens: int
+    digest: str
+    cuts: match.Cuts = None
+
+
+def write_page(path: Path, page: Tensor, text: str, model: str, tokens: int) -> None:
+    """Writes the bytes of a page. Raises OSError if that fails, and leaves no part of a file."""
+    header = {"text": text, "model": model, "tokens": tokens, "digest": _page_digest(path, page)}
+    save(path, {"page": page}, {"qkvcache_page": json.dumps(header)})
+
+
+def read_page(path: Path) -> tuple[PageFile, Tensor]:
+    """The header and the bytes of a page, a view of the file, checked. Raises Damaged for a file that is no page, is
+    incomplete or belongs to another name; FileNotFoundError if there is none."""
+    with _opened(path) as handle:
+        file, page = PageFile(path, **json.loads((handle.metadata() or {})["qkvcache_page"])), handle.get_tensor("page")
+        if file.digest != _page_digest(path, page):
+            raise Damaged("its contents were changed")
+    return file, page
+
+
+def _page_digest(path: Path, page: Tensor) -> str:
+    digest = xxhash.xxh3_128(path.name.encode())
+    digest.update(as_bytes(page).data)
+    return digest.hexdigest()
 
 
 @contextmanager
@@ -300,6 +356,8 @@ class DiskStore:
         self.headers: dict[bytes, File] = {}
         self._known: dict[str, bytes | None] = {}
         """Keys of the checked files, by file name; None for skipped files."""
+        self._lock, self._room = threading.Lock(), 0
+        """`_room`: the bytes of pages that are written before the directory is listed again."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
             if not os.access(directory, os.W_OK):
@@ -344,6 +402,43 @@ class DiskStore:
             for other in [other for other, same in self._known.items() if same == key]:  # of another template: checked again next time
                 del self._known[other]
 
+    def read_page(self, name: str) -> Tensor | None:
+        """A page, or None if there is none. A damaged file is removed: its page is computed and written again."""
+        try:
+            return read_page(self.directory / name)[1]
+        except FileNotFoundError:
+            return None
+        except Damaged as error:
+            warnings.warn(f"{self.directory / name} is removed: {error}", stacklevel=2)
+            (self.directory / name).unlink(missing_ok=True)
+            return None
+
+    def touch(self, name: str, time_ns: int) -> bool:
+        """Marks a file as used at a time. Returns whether there is one."""
+        with suppress(FileNotFoundError):
+            os.utime(self.directory / name, ns=(time_ns, time_ns))
+            return True
+        return False
+
+    def write_page(self, name: str, page: Tensor, text: str, tokens: int) -> str | None:
+        """Writes a page. Returns None, or the reason why it was not written.
+
+        To make room, a 32nd of the budget is freed at once, so that the directory is not listed for each page.
+        """
+        with self._lock:
+            self._room -= page.nbytes
+            if self._room < 0:
+                step = self.max_bytes // 32
+                most = self.max_bytes - step - page.nbytes
+                if most < 0:
+                    return "larger than the whole budget on disk"
+                self._room = min(step, most + step - self.trim(most))
+        try:
+            write_page(self.directory / name, page, text, self.model, tokens)
+        except OSError as error:
+            return f"writing failed: {error.strerror or error}"
+        return None
+
     def read(self, key: bytes, tokens: int, copy: Callable[[Snapshot], Snapshot] | None, template: CacheTemplate) -> Iterator[Snapshot]:
         """The first `tokens` tokens of an entry of `template`, layer by layer, as `read` returns them. Raises Damaged
         if the file is damaged or was removed; the entry is then not used again."""
@@ -377,9 +472,9 @@ class DiskStore:
         self.trim(self.max_bytes)
         return None
 
-    def trim(self, max_bytes: int) -> None:
-        """Removes what killed processes left, and then the least recently used entries until the rest fits in
-        `max_bytes`."""
+    def trim(self, max_bytes: int) -> int:
+        """Removes what killed processes left, and then the least recently used files until the rest fits in
+        `max_bytes`. Returns the bytes of the rest. `scan` notices what was removed."""
         for folder in self.directory.glob(f"*{WRITING}"):
             with suppress(FileNotFoundError):
                 if time.time() - folder.stat().st_mtime > LONGEST_WRITE:
@@ -391,7 +486,7 @@ class DiskStore:
                 path.unlink(missing_ok=True)
                 total -= stat.st_size
                 self.evicted += 1
-                self._forget(path.name)
+        return total
 
     def size(self) -> tuple[int, int]:
         """The number of entries in the directory, of all models and processes, and their bytes."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -190,50 +192,71 @@ def thinned(checkpoints: Checkpoints, room: int) -> Checkpoints:
     return {at: checkpoints[at] for at in kept}
 
 
-class MemoryStore:
-    """Entries in the order of their last use, the most recently used last; together at most `max_bytes`, measured."""
+class Recent:
+    """Items with `nbytes` in the order of their last use, the most recently used last; together at most `max_bytes`.
+    Threads may use it at the same time."""
 
     def __init__(self, max_bytes: int):
         self.max_bytes = max_bytes
-        self.index = match.Index()
-        self.evicted = 0
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self.nbytes = self.evicted = 0
+        self._items: OrderedDict[bytes, Any] = OrderedDict()
+        self._lock = threading.RLock()
 
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self._entries.values())
+    def use(self, key: bytes) -> Any:
+        """Returns the item of `key`, None if there is none, and marks it as the most recently used."""
+        with self._lock:
+            if key in self._items:
+                self._items.move_to_end(key)
+            return self._items.get(key)
+
+    def hold(self, key: bytes, item: Any) -> None:
+        """Adds an item in place of another of this key, and makes room."""
+        with self._lock:
+            Recent.remove(self, key)
+            self._items[key] = item
+            self.nbytes += item.nbytes
+            self.trim(self.max_bytes)
+
+    def trim(self, max_bytes: int) -> None:
+        """Evicts the least recently used items until at most `max_bytes` are left."""
+        with self._lock:
+            while self._items and self.nbytes > max_bytes:
+                self.remove(next(iter(self._items)))
+                self.evicted += 1
+
+    def remove(self, key: bytes) -> None:
+        with self._lock:
+            if (item := self._items.pop(key, None)) is not None:
+                self.nbytes -= item.nbytes
+
+
+class MemoryStore(Recent):
+    """Entries, and pages of continuous batching, which the index does not know."""
+
+    def __init__(self, max_bytes: int):
+        super().__init__(max_bytes)
+        self.index = match.Index()
 
     @property
     def entries(self) -> list[Entry]:
-        return list(self._entries.values())
-
-    def use(self, key: bytes) -> Entry:
-        """Returns the entry of `key` and marks it as the most recently used."""
-        self._entries.move_to_end(key)
-        return self._entries[key]
+        with self._lock:
+            return [item for item in self._items.values() if isinstance(item, Entry)]
 
     def checkpoints(self, key: bytes, template: CacheTemplate) -> Checkpoints:
         """The checkpoints of entries of `template` at tokens that `key` begins with."""
         related = [] if template.evicts else self.index.related(key, template.name)
-        return {at: x for one in related for at, x in self._entries[one].checkpoints_of(key).items() if at < match.length(key)}
+        return {at: x for one in related for at, x in self._items[one].checkpoints_of(key).items() if at < match.length(key)}
 
     def put(self, entry: Entry) -> None:
         """Adds an entry, removes entries of its template whose tokens it begins with, and makes room."""
-        for key in (entry.key, *self.index.replaced(entry.key, entry.template.name, entry.cuts)):
-            self._remove(key)
-        self._entries[entry.key] = entry
+        for key in self.index.replaced(entry.key, entry.template.name, entry.cuts):
+            self.remove(key)
         self.index.add(entry.key, entry.template.name, entry.cuts)
-        self.trim(self.max_bytes)
+        self.hold(entry.key, entry)
 
-    def trim(self, max_bytes: int) -> None:
-        """Evicts the least recently used entries until at most `max_bytes` are left."""
-        while self._entries and self.nbytes > max_bytes:
-            self._remove(next(iter(self._entries)))
-            self.evicted += 1
-
-    def _remove(self, key: bytes) -> None:
-        if self._entries.pop(key, None) is not None:
-            self.index.remove(key)
+    def remove(self, key: bytes) -> None:
+        super().remove(key)
+        self.index.remove(key)
 
 
 class TooLarge(Exception):

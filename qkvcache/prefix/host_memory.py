@@ -132,6 +132,12 @@ class HostSnapshot(Snapshot):
         self._record(found)
         return found
 
+    def copy_into(self, tensors: dict[str, Tensor]) -> None:
+        """Copies the tensors into others of the same names, in the order of the current stream."""
+        for name, x in self.tensors.items():
+            tensors[name].copy_(x, non_blocking=True)
+        self._record(Snapshot(self.kind, tensors))
+
     def wait(self) -> None:
         """Waits for the copies."""
         if self.memory is not None:

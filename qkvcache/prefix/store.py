@@ -42,6 +42,7 @@ from .entry import (
 )
 from .host_memory import Blocks, HostSnapshot, on_gpu
 from .identity import ModelIdentity, Ranks
+from .pages import StoredPages
 from .prompt import Ids, compute, refusal, rows, text_tokens, unpadded
 
 
@@ -250,6 +251,11 @@ class PrefixStore:
             cache.layers = template.layers()
             for module, deltas in positions:  # another conversation may go on
                 module.rope_deltas = deltas
+
+    def pages(self, text: str, size: int) -> StoredPages:
+        """Pages of `size` tokens of continuous batching, in the layout that `text` describes:
+        `continuous_batching(store=)`."""
+        return StoredPages(self._memory, self._disk, self._identity.current(), text, size, on_gpu(self._devices()))
 
     def trim(self, max_bytes: int, max_disk_bytes: int | None = None) -> None:
         """Evicts the least recently used entries until at most `max_bytes` are in memory, and `max_disk_bytes` on disk if given."""

@@ -1,0 +1,189 @@
+"""`Sessions`: pages of a pool that outlive it in a `PrefixStore`, so that the next turn of a conversation finds them
+after the pool has lost them, or in another process.
+
+Complete pages are copied to host memory behind the steps and written from there to disk, in threads of their own. A
+request waits for its pages to be fetched into host memory; the scheduler admits it afterwards, and copies them into the
+pool (`CompressedPagedCache`).
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import takewhile
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from ..prefix.host_memory import THREADS, HostSnapshot
+from ..prefix.pages import StoredPages
+from .metrics import Counters
+from .statistics import Statistics
+
+WRITERS = 4
+"""Threads that write files, each of which waits for its file to be on the device."""
+
+
+@dataclass
+class Fetch:
+    """The stored pages of a waiting request: pages number `first` and the following ones. `nbytes`: the host memory
+    that they take, at most."""
+
+    tokens: list[int]
+    nbytes: int
+    first: int = 0
+    names: list[bytes] = field(default_factory=list)
+    pages: list[HostSnapshot] = field(default_factory=list)
+    future: Future | None = None
+
+
+class Sessions:
+    """Copies pages between the blocks of a pool and a store.
+
+    Args:
+        blocks: all blocks of the pool, uint8 `[N, bytes]`.
+        in_pool: the number of the first pages of a prompt that are in the pool.
+        wake: called when pages were fetched.
+
+    Pages depend on the statistics of their format, which are in the folder of the store: pages under others have other
+    names.
+    """
+
+    def __init__(
+        self,
+        pages: StoredPages,
+        statistics: Statistics,
+        blocks: Tensor,
+        counters: Counters,
+        in_pool: Callable[[list[int]], int],
+        wake: Callable[[], None],
+    ):
+        self.pages, self._statistics, self._blocks, self._counters = pages, statistics, blocks, counters
+        self._in_pool, self._wake = in_pool, wake
+        if not statistics.pending:
+            pages.begin(statistics.digest())
+        self.copied: deque[int] = deque()
+        """Blocks that were copied to the host, whose references can be released."""
+        self._stream = torch.cuda.Stream(blocks.device) if blocks.is_cuda else None
+        self._fetches: dict[str, Fetch] = {}
+        self.names: dict[str, list[bytes]] = {}
+        """The names of the complete pages of running requests."""
+        self._copier, self._writers, self._fetcher, self._readers = map(ThreadPoolExecutor, (1, WRITERS, 1, THREADS))
+        self._copies: Future | None = None
+        self._lock, self._unwritten = Lock(), 0
+        """`_unwritten`: the bytes of pages that wait to be written."""
+
+    # Fetching.
+
+    def expect(self, request_id: str, tokens: list[int]) -> None:
+        """A request waits, whose prompt has `tokens` of which all but the last may be in pages."""
+        if self.pages.begun and (pages := (len(tokens) - 1) // self.pages.size):
+            self._fetches[request_id] = Fetch(tokens, pages * self._blocks.shape[1])
+
+    def fetched(self, request_ids: Sequence[str]) -> set[str]:
+        """The waiting requests whose pages are in host memory. Fetches those of the next ones, as many as the store may
+        hold at once."""
+        left, done = self.pages.memory.max_bytes, set()
+        for request_id in request_ids:
+            fetch = self._fetches.get(request_id)
+            if fetch is None:
+                done.add(request_id)
+                continue
+            if fetch.future is None and (fetch.nbytes <= left or left == self.pages.memory.max_bytes):
+                fetch.future = self._fetcher.submit(self._fetch, fetch)
+                fetch.future.add_done_callback(lambda _: self._wake())
+            if fetch.future is not None:
+                left -= fetch.nbytes
+                if fetch.future.done():
+                    done.add(request_id)
+        return done
+
+    def take(self, request_id: str, room: int) -> Fetch | None:
+        """The fetched pages of a request that is admitted, if there is room for them."""
+        self.names[request_id] = []
+        fetch = self._fetches.get(request_id)
+        if fetch is None or fetch.future is None or len(fetch.pages) > room:
+            return None
+        del self._fetches[request_id]
+        if error := fetch.future.exception():
+            warnings.warn(f"pages could not be fetched, and are computed: {error}", stacklevel=2)
+            return None
+        self.names[request_id] = fetch.names
+        self._counters.pages_fetched += len(fetch.pages)
+        return fetch
+
+    def drop(self, request_id: str) -> None:
+        """A request is gone."""
+        self._fetches.pop(request_id, None)
+        self.names.pop(request_id, None)
+
+    def _fetch(self, fetch: Fetch) -> None:
+        now = time.time_ns()
+        fetch.names = self.pages.names(fetch.tokens[:-1])
+        fetch.first = self._in_pool(fetch.tokens)
+        stored = [self.pages.touch(name, now, index) for index, name in enumerate(fetch.names)]
+        wanted = list(takewhile(lambda index: stored[index], range(fetch.first, len(stored))))
+        fetch.nbytes = len(wanted) * self._blocks.shape[1]
+        found = self._readers.map(lambda index: self.pages.find(fetch.names[index]), wanted)
+        fetch.pages = [page for page in takewhile(lambda page: page is not None, found) if page]
+
+    # Storing.
+
+    def store(self, request_id: str, tokens: list[int], blocks: Sequence[int], first: int) -> None:
+        """Stores the complete pages of a request from page number `first` on, whose blocks are `blocks`; then they are
+        `copied`."""
+        self._copies = self._copier.submit(self._copy, request_id, tokens, blocks, first)
+
+    def settle(self) -> None:
+        """Waits until all pages are copied to the host."""
+        if self._copies is not None:
+            self._copies.result()
+
+    def _copy(self, request_id: str, tokens: list[int], blocks: Sequence[int], first: int) -> None:
+        now = time.time_ns()
+        try:
+            if not self.pages.begun:  # the first step has set the statistics
+                self.pages.begin(self._statistics.digest())
+                if self.pages.directory is not None:
+                    self._statistics.save(self.pages.statistics)
+            names = self.pages.names(tokens, self.names.get(request_id, ()))
+            if request_id in self.names:
+                self.names[request_id] = names
+            with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+                for index, block in enumerate(blocks, first):
+                    if not self.pages.touch(names[index], now, index):  # else another request has stored it
+                        self._submit(names[index], self.pages.keep(names[index], self._blocks[block]), now, index)
+        except Exception as error:  # in a thread of its own
+            warnings.warn(f"pages are not stored: {error!r}", stacklevel=2)
+        finally:
+            self.copied.extend(blocks)
+
+    def _submit(self, name: bytes, page: HostSnapshot, now: int, index: int) -> None:
+        if self.pages.directory is None:
+            return
+        with self._lock:
+            if self._unwritten and self._unwritten + page.nbytes > self.pages.memory.max_bytes:
+                warnings.warn("pages are not written to the store: the disk is slower than the requests", stacklevel=2)
+                return
+            self._unwritten += page.nbytes
+        self._writers.submit(self._write, name, page, now, index)
+
+    def _write(self, name: bytes, page: HostSnapshot, now: int, index: int) -> None:
+        reason = self.pages.write(name, page, now, index)
+        with self._lock:
+            self._unwritten -= page.nbytes
+            self._counters.pages_written += reason is None
+        if reason is not None:
+            warnings.warn(f"a page is not written to the store: {reason}", stacklevel=2)
+
+    def close(self) -> None:
+        """Waits until all pages are written."""
+        self.settle()
+        for threads in (self._fetcher, self._readers, self._copier, self._writers):
+            threads.shutdown(cancel_futures=threads in (self._fetcher, self._readers))

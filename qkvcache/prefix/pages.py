@@ -1,0 +1,91 @@
+"""`StoredPages`: pages of continuous batching in the host memory and the directory of a `PrefixStore`.
+
+A page is named after its tokens, all tokens before them, the model and the layout of its bytes, so that it is stored
+once and a wrong page is not found. The directory needs no index: a page is looked for by its name. Threads may use it
+at the same time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from ..layers.snapshot import Snapshot
+from .disk import SUFFIX, DiskStore
+from .entry import MemoryStore
+from .host_memory import Blocks, HostSnapshot
+
+VERSION = 1
+"""Of the bytes of a page, beside what `text` describes."""
+LATER_NS = 1000
+"""Each page of a prompt counts as used by so much earlier than the one before it: without its first pages, the others
+are of no use."""
+
+
+class StoredPages:
+    """Pages of `size` tokens in the layout that `text` describes.
+
+    Args:
+        identity: the name of the model, 16 bytes.
+        lock: whether pages in host memory are locked, for copies to and from a GPU.
+    """
+
+    def __init__(self, memory: MemoryStore, disk: DiskStore | None, identity: bytes, text: str, size: int, lock: bool):
+        self.memory, self.text, self.size = memory, text, size
+        self._disk, self._lock, self._blocks = disk, lock, Blocks()
+        self._identity, self._layout, self._template = identity, hashlib.blake2b(f"{VERSION} {text}".encode(), digest_size=16), b""
+        self.directory = None if disk is None else disk.directory
+        self.statistics = (self.directory or Path()) / f"{identity.hex()}-{self._layout.hexdigest()}.statistics"
+        """The file of the statistics that pages in the directory depend on."""
+
+    def begin(self, statistics: bytes) -> None:
+        """Sets the digest of the statistics that codes depend on. Before, there are no names."""
+        self._layout.update(statistics)
+        self._template = self._layout.digest()
+
+    @property
+    def begun(self) -> bool:
+        return bool(self._template)
+
+    def names(self, tokens: Sequence[int], known: Sequence[bytes] = ()) -> list[bytes]:
+        """The names of the full pages of `tokens`, the first of which are `known`."""
+        names, root = list(known), self._identity + self._template
+        for begin in range(len(names) * self.size, len(tokens) - self.size + 1, self.size):
+            part = array("i", tokens[begin : begin + self.size]).tobytes()
+            names.append(hashlib.blake2b((names[-1] if names else root) + part, digest_size=16).digest())
+        return names
+
+    def touch(self, name: bytes, now: int, index: int) -> bool:
+        """Marks page number `index` of a prompt as used at `now` in nanoseconds. Returns whether it is stored."""
+        on_disk = self._disk is not None and self._disk.touch(self._file(name), now - LATER_NS * index)
+        return self.memory.use(name) is not None or on_disk
+
+    def find(self, name: bytes) -> HostSnapshot | None:
+        """A page in host memory, read from disk if need be; None if it is not stored or damaged."""
+        found = self.memory.use(name)
+        if found is None and self._disk is not None and (page := self._disk.read_page(self._file(name))) is not None:
+            found = self.keep(name, page)
+        return found
+
+    def keep(self, name: bytes, page: Tensor) -> HostSnapshot:
+        """Copies the bytes of a page, uint8 `[bytes]` on any device, to host memory."""
+        found = HostSnapshot.of(Snapshot("page", {"page": page}), self._lock, self._blocks if self._lock else None)
+        found.wait()
+        self.memory.hold(name, found)
+        return found
+
+    def write(self, name: bytes, page: HostSnapshot, now: int, index: int) -> str | None:
+        """Writes a page that was used at `now` as page number `index` of a prompt. Returns None, or the reason why it
+        is not on disk."""
+        if self._disk is None:
+            return "the store has no directory"
+        reason = self._disk.write_page(self._file(name), page.tensors["page"], self.text, (index + 1) * self.size)
+        self._disk.touch(self._file(name), now - LATER_NS * index)
+        return reason
+
+    def _file(self, name: bytes) -> str:
+        return f"{self._identity.hex()}-{self._template.hex()}-{name.hex()}{SUFFIX}"

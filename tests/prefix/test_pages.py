@@ -1,0 +1,139 @@
+"""Pages of continuous batching in a store's memory and directory."""
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from qkvcache.prefix import disk
+from qkvcache.prefix.disk import DiskStore
+from qkvcache.prefix.entry import MemoryStore
+from qkvcache.prefix.pages import StoredPages
+from tests.seeds import SEED
+
+FORK = multiprocessing.get_context("fork")
+BYTES, SIZE = 4096, 4
+TOKENS = list(range(40))
+
+
+def pages(directory: Path | None, text="layout", identity=bytes(16), max_bytes=2**20, max_disk_bytes=2**22, statistics=b"") -> StoredPages:
+    where = None if directory is None else DiskStore(directory, max_disk_bytes, "llama")
+    found = StoredPages(MemoryStore(max_bytes), where, identity, text, SIZE, lock=False)
+    found.begin(statistics)
+    return found
+
+
+def content(number: int) -> torch.Tensor:
+    return torch.randint(256, (BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(SEED + number))
+
+
+def write(kept: StoredPages, names: list[bytes], first: int = 0) -> None:
+    for index, name in enumerate(names[first:], first):
+        assert kept.write(name, kept.keep(name, content(index)), time.time_ns(), index) is None
+
+
+def held(kept: StoredPages, names: list[bytes]) -> list[bool]:
+    """Which pages are found; all that are have their content."""
+    found = [kept.find(name) for name in names]
+    assert all(page is None or torch.equal(page.tensors["page"], content(index)) for index, page in enumerate(found))
+    return [page is not None for page in found]
+
+
+def test_a_page_has_the_name_of_all_tokens_up_to_its_end():
+    kept = pages(None)
+    names = kept.names(TOKENS)
+    assert len(set(names)) == 10 and kept.names(TOKENS[:-1]) == names[:9] and kept.names(TOKENS, names[:3]) == names
+    assert kept.names([1, *TOKENS[1:]])[1:] != names[1:] and not set(kept.names([1, *TOKENS[1:]])) & set(names)
+    others = [{"text": "other"}, {"identity": bytes([1] * 16)}, {"statistics": b"other"}]
+    assert not any(set(pages(None, **other).names(TOKENS)) & set(names) for other in others)
+
+
+def test_pages_come_back_from_memory_and_from_disk(tmp_path):
+    kept = pages(tmp_path, max_bytes=3 * BYTES)
+    names = kept.names(TOKENS)
+    write(kept, names)
+    assert kept.memory.nbytes == 3 * BYTES and held(kept, names) == [True] * 10
+    assert held(pages(tmp_path), names) == [True] * 10 and not any(held(pages(tmp_path, text="other"), names))
+    memory = pages(None, max_bytes=3 * BYTES)
+    for index, name in enumerate(names):
+        memory.keep(name, content(index))
+    assert held(memory, names) == [False] * 7 + [True] * 3
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:], lambda data: b""])
+def test_a_damaged_page_is_removed(tmp_path, damage):
+    kept = pages(tmp_path)
+    names = kept.names(TOKENS)
+    write(kept, names)
+    path = next(path for path in tmp_path.iterdir() if names[4].hex() in path.name)
+    path.write_bytes(damage(path.read_bytes()))
+    again = pages(tmp_path)
+    with pytest.warns(UserWarning, match=f"{path.name} is removed"):
+        assert held(again, names) == [True] * 4 + [False] + [True] * 5
+    write(again, names[:5], 4)
+    assert held(pages(tmp_path), names) == [True] * 10
+
+
+def test_the_page_of_another_name_is_not_taken(tmp_path):
+    kept = pages(tmp_path)
+    names = kept.names(TOKENS)
+    write(kept, names)
+    one, other = (next(path for path in tmp_path.iterdir() if name.hex() in path.name) for name in names[:2])
+    one.write_bytes(other.read_bytes())
+    with pytest.warns(UserWarning, match="contents were changed"):
+        assert held(pages(tmp_path), names) == [False] + [True] * 9
+
+
+def test_the_last_pages_used_longest_ago_go_first(tmp_path):
+    """Of two prompts, the one that was used before loses its end; what is left is of use, and fits."""
+    kept = pages(tmp_path, max_bytes=0, max_disk_bytes=70_000)
+    first, second = kept.names(TOKENS), kept.names(TOKENS[::-1])
+    write(kept, first)
+    size = next(tmp_path.iterdir()).stat().st_size
+    now = time.time_ns()
+    for index in reversed(range(10)):
+        assert kept.touch(first[index], now, index)
+    write(kept, second)
+    found = held(pages(tmp_path), first)
+    assert found == sorted(found, reverse=True) and 0 < sum(found) < 10 and held(pages(tmp_path), second) == [True] * 10
+    assert 0.9 * 70_000 < sum(path.stat().st_size for path in tmp_path.iterdir()) <= 70_000 and size < 1.2 * BYTES
+
+
+def _write_until_killed(directory: Path, seed: int, done) -> None:
+    kept = pages(directory, max_bytes=0, max_disk_bytes=2**30)
+    names = kept.names([seed, *TOKENS])
+    for index, name in enumerate(names):
+        kept.write(name, kept.keep(name, content(index)), time.time_ns(), index)
+        done.send(index)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("kills", [12, pytest.param(200, marks=pytest.mark.slow)])
+def test_killing_a_writer_loses_no_page_that_was_written(tmp_path, kills):
+    acknowledged = 0
+    for seed in range(kills):
+        receive, send = FORK.Pipe(duplex=False)
+        child = FORK.Process(target=_write_until_killed, args=(tmp_path, seed, send), daemon=True)
+        child.start()
+        send.close()
+        for _ in range(seed % 5):
+            receive.recv()
+        time.sleep(0.0007 * (seed % 7))
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        last = seed % 5 - 1
+        while receive.poll():
+            try:
+                last = receive.recv()
+            except EOFError:
+                break
+        kept = pages(tmp_path)
+        found = held(kept, kept.names([seed, *TOKENS]))
+        assert found[: last + 1] == [True] * (last + 1) and sum(found) <= last + 2
+        acknowledged += last + 1
+    assert acknowledged >= kills
+    assert all(disk.read_page(path) for path in tmp_path.glob("*.safetensors"))
