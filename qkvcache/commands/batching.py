@@ -48,7 +48,7 @@ def serve(
         cache = {"format": format, "num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
         cache |= {"attention_budget": budget_of(attention_budget, "--attention-budget")}
         size = int(bytes_of(store_bytes, "--store-bytes") or 0)
-        stored = {"store": store, "store_bytes": size}
+        stored: dict[str, Any] = {"store": store, "store_bytes": size}
         server = Server(model, cache, metrics_interval=metrics_interval, grace_seconds=grace_seconds, **stored, **options)
     server.run()
 
