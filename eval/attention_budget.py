@@ -3,12 +3,14 @@ eval/results/attention_budget.jsonl, those of the same model replaced.
 
     python eval/attention_budget.py                                        the embedded model: minutes on one core
     python eval/attention_budget.py --model smollm2 --tokens 4096 --policies snapkv keydiff --minutes 12
+    python eval/attention_budget.py --step 64 --policies --formats         64 tokens a step, as in a second turn
     python eval/attention_budget.py --show | --markdown | --plot           from the rows of all models
 
-A context is read once, densely, and given to each cache. Then the cache reads questions about it with their answers: a question in steps of
-at most 16 tokens, then one token a step, so that every step is under the budget. An answer is recalled if each of its tokens is the most
-probable one. The divergence is that of 64 tokens that follow a text. A share of the context is what attention reads beside the exact
-tokens (the first 4 and the last 64), or what a policy keeps beside as many tokens. Numbers are means over the questions of a context, so
+A context is read once, densely, and given to each cache. Then the cache reads questions about it with their answers:
+a question in steps of at most 16 tokens, then one token a step, or all in steps of `--step` tokens, which share a
+choice of what they read. An answer is recalled if each of its tokens is the most probable one. The divergence is that
+of 64 tokens that follow a text. A share of the context is what attention reads beside the exact tokens (the first 4
+and the last 64), or what a policy keeps beside as many tokens. Numbers are means over the questions of a context, so
 that errors are those of the means of contexts. `eval/bench_attention_budget.py` measures the speed.
 """
 
@@ -45,11 +47,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache, policies
-from qkvcache.kernels.select_blocks import MOST_QUERIES
 
 WHAT = "recall with an attention budget"
 READ = "read"
 """In place of a policy: a cache that keeps every token."""
+QUESTION_STEP = 16
+"""Tokens of a question in a step."""
 EXACT = 68
 """Tokens that a cache without a policy keeps exact by default."""
 FORMAT, OTHERS, COMPARED = "turboquant_4bit_nc", ("int8", "identity"), 0.125
@@ -72,14 +75,18 @@ class Steps(Bench):
         ids = self.tensor([row + [0] * (max(map(len, rows)) - len(row)) for row in rows])
         asked = [len(question.ids) - 1 for question in prompt.questions]
         begin, logits = min(asked), []
-        for few in ids[:, :begin].split(MOST_QUERIES, dim=1) if begin else ():
+        for few in ids[:, :begin].split(max(QUESTION_STEP, self.args.step), dim=1) if begin else ():
             self.model(few, past_key_values=cache, logits_to_keep=1)
-        for one in ids[:, begin:].split(1, dim=1):
-            logits.append(self.model(one, past_key_values=cache).logits)
+        for some in ids[:, begin:].split(self.args.step, dim=1):
+            logits.append(self.model(some, past_key_values=cache).logits)
         found = torch.cat(logits, dim=1)
         answer = torch.arange(max(len(question.answer) for question in prompt.questions), device=found.device)
         at = (self.tensor(asked)[:, None] - begin + answer).clamp_max(found.shape[1] - 1)
         return found.gather(1, at[..., None].expand(-1, -1, found.shape[-1])).float().log_softmax(-1)
+
+
+def what_of(args: argparse.Namespace) -> str:
+    return f"{WHAT}, {name_of(args.model)}" + (f", {args.step} tokens a step" if args.step > 1 else "")
 
 
 def cells(args: argparse.Namespace) -> Iterator[Cell]:
@@ -96,15 +103,15 @@ def cells(args: argparse.Namespace) -> Iterator[Cell]:
 def measure(args: argparse.Namespace) -> None:
     """Writes the rows after each context of a task."""
     bench, rows, before, begin = Steps(args), {}, None, time.perf_counter()
-    same = described(args) | {"dtype": str(bench.model.dtype)}
+    same, what = described(args) | {"dtype": str(bench.model.dtype), "step": args.step}, what_of(args)
     for cell in in_time(cells(args), args.minutes):
         if before not in (None, (cell.task, cell.context)):
-            replace_rows(args.out, f"{WHAT}, {name_of(args.model)}", [same | row for row in rows.values()])
+            replace_rows(args.out, what, [same | row for row in rows.values()])
         before = cell.task, cell.context
         row = rows.setdefault(tuple(cell.row.values()), cell.row | {"contexts": {}, "errors": []})
         row["contexts"].setdefault(cell.task, {})[str(cell.context)] = bench.measure(cell)
         print(f"{time.perf_counter() - begin:.0f} s: {cell}", file=sys.stderr, flush=True)
-    replace_rows(args.out, f"{WHAT}, {name_of(args.model)}", [same | row for row in rows.values()])
+    replace_rows(args.out, what, [same | row for row in rows.values()])
 
 
 def name(row: dict) -> str:
@@ -141,11 +148,16 @@ def tables(rows: list[dict]) -> Iterator[Table]:
         recalled = ", ".join(f"{task} {shown(mean(each), percent)}" for task, each in facts.items())
         contexts = " and ".join(map(str, sorted({len(found) for found in dense["contexts"].values()})))
         caption = (
-            f"{dense['model']}, {contexts} contexts of {dense['tokens']:,} tokens a task, one token a step. The share of tokens that a "
+            f"{dense['model']}, {contexts} contexts of {dense['tokens']:,} tokens a task, {step_of(dense)}. The share of tokens that a "
             "step reads beside the exact ones, or that are kept: recall relative to the dense run's "
             f"({recalled}), nats a token by which answers are less likely, and KL divergence of 64 tokens that follow a text, nats."
         )
-        yield Table(["", *heads, *(f"KL {head}" for head in heads)], lines, f"**{dense['model']}**", caption, RULE)
+        title = f"**{dense['model']}**" if dense.get("step", 1) == 1 else f"**{dense['model']}, {step_of(dense)}**"
+        yield Table(["", *heads, *(f"KL {head}" for head in heads)], lines, title, caption, RULE)
+
+
+def step_of(row: dict) -> str:
+    return f"{row['step']} tokens a step" if row.get("step", 1) > 1 else "one token a step"
 
 
 def marked(row: dict) -> dict:
@@ -157,7 +169,7 @@ def marked(row: dict) -> dict:
 
 def plot(rows: list[dict], path: Path) -> None:
     """Recall and divergence against the share of tokens, a line a cache: one row of axes a model."""
-    every = list(by_model(rows))
+    every = list(by_model([row for row in rows if row.get("step", 1) == 1]))
     with picture(path, len(every), 2, dpi=90, figsize=(11, 4.2 * len(every)), layout="constrained") as (figure, grid):
         drawn = {}
         for (dense, others), pair in zip(every, grid, strict=True):
@@ -188,6 +200,7 @@ def plot(rows: list[dict], path: Path) -> None:
 def parser() -> argparse.ArgumentParser:
     found = parser_of(__doc__, "attention_budget", model="demo")
     found.add_argument("--tokens", type=at_least(500), default=2000, help="tokens of contexts")
+    found.add_argument("--step", type=at_least(1), default=1, help="tokens of a step in which answers and texts are read")
     found.add_argument("--shares", nargs="+", type=fraction, default=[1 / 32, 1 / 16, 1 / 8, 1 / 4])
     found.add_argument("--policies", nargs="*", default=["snapkv", "keydiff", "kvzip"], metavar="POLICY", help="beside reading few")
     found.add_argument("--formats", nargs="*", default=list(OTHERS), choices=[[], *OTHERS], help="beside the one of all shares")
@@ -201,7 +214,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> None:
     args = parser().parse_args(arguments)
     if args.merge:
-        merge(args.out, f"{WHAT}, {name_of(args.model)}", args.merge)
+        merge(args.out, what_of(args), args.merge)
     elif not shows(args):
         if wrong := refused(args):
             parser().error(wrong)

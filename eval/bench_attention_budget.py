@@ -4,9 +4,10 @@
     python eval/bench_attention_budget.py --check      compares the kernels with their torch references first
     python eval/bench_attention_budget.py --markdown   the table of the documentation, from the rows: needs no GPU
 
-*steps*: rows of one length; *batches*: requests of continuous batching, of different lengths. A step's attention of one layer, 32 query
-heads and 8 KV heads of 128 channels, in GPU time by replays of a CUDA graph: *scores* the kernel that weighs blocks, *choice* the one that
-chooses them, *whole* both and attention over what they choose. `eval/bench_generate.py --sections budget` measures steps of a whole model.
+*steps*: rows of one length; *batches*: requests of continuous batching, of different lengths; *turns*: several new
+tokens. Attention of one layer, 32 query heads and 8 KV heads of 128 channels, in GPU time by replays of a CUDA graph:
+*scores* the kernel that weighs blocks, *choice* the one that chooses them, *whole* both and attention over what they
+choose. `eval/bench_generate.py --sections budget` measures steps of a whole model.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from qkvcache.kernels import AttentionBudget, attend_pages, pages, select_blocks
 from qkvcache.kernels.select_blocks import select_blocks as reference
 from qkvcache.storage.paged import PAGE
 
+SECTIONS = "steps", "batches", "turns"
 CASES = ((8, 131072), (8, 32768), (1, 131072), (1, 32768))
 BATCHES = ((32, 2048, 131072), (64, 1024, 32768))
 """Requests of continuous batching: how many, and the tokens of the shortest and of the longest; their logarithms are evenly spaced."""
@@ -52,6 +54,15 @@ def requests(name: str, rows: int, shortest: int, longest: int) -> list[pages.Pa
     zones = [(bf16(rows, KV_HEADS, n, DIM), bf16(rows, KV_HEADS, n, DIM)) for n in (SINKS, RING)]
     own = replace(one.pages, table=table, lengths=columns[:, pages.LENGTH])
     return [pages.PagedInputs(own, *zones, columns, longest, splits=split_rows(own.lengths, longest, KV_HEADS))] * 2
+
+
+def turn(name: str, rows: int, tokens: int, budget: int, queries: int) -> dict[str, float]:
+    """Microseconds of the attention of many new tokens, over all tokens and with a budget."""
+    query = bf16(rows, HEADS, queries, DIM)
+    sets = [one.paged for one in payloads(name, rows, KV_HEADS, tokens, DIM, (SINKS, RING - 1 + queries))]
+    found = {"all_us": graph_us([functools.partial(attend_pages, query, one, causal=True) for one in sets])}
+    few = [replace(one, budget=AttentionBudget(budget), launches=one.launches) for one in sets]
+    return found | {"whole_us": graph_us([functools.partial(attend_pages, query, one, causal=True) for one in few])}
 
 
 def chain(name: str, rows: int, tokens: int, budget: int, shortest: int | None = None) -> dict[str, float]:
@@ -99,21 +110,23 @@ def run(args: Namespace) -> None:
     if args.check:
         for name in FORMATS:
             print(wrong(name), flush=True)
-    alike = [(rows, tokens, None, name, budget) for rows, tokens in CASES for name in FORMATS for budget in BUDGETS]
-    batches = [(rows, longest, shortest, FORMATS[0], budget) for rows, shortest, longest in BATCHES for budget in BUDGETS]
-    cases = alike * ("steps" in args.sections) + batches * ("batches" in args.sections)
-    for rows, tokens, shortest, name, budget in in_time(cases, args.minutes):
+    alike = [(rows, tokens, None, 1, name, budget) for rows, tokens in CASES for name in FORMATS for budget in BUDGETS]
+    batches = [(rows, longest, shortest, 1, FORMATS[0], budget) for rows, shortest, longest in BATCHES for budget in BUDGETS]
+    turns = [(8, tokens, None, queries, FORMATS[0], BUDGETS[0]) for tokens in (131072, 32768) for queries in (16, 64, 256)]
+    cases = alike * ("steps" in args.sections) + batches * ("batches" in args.sections) + turns * ("turns" in args.sections)
+    for rows, tokens, shortest, queries, name, budget in in_time(cases, args.minutes):
         if code_bytes(name, rows, KV_HEADS, tokens, DIM) > 2**33 and shortest is None:
             continue
         let_go()
-        row = {"rows": rows, "tokens": tokens, "shortest": shortest, "format": name, "budget": budget}
-        row |= chain(name, rows, tokens, budget, shortest)
+        row = {"rows": rows, "tokens": tokens, "format": name, "budget": budget} | ({"shortest": shortest} if shortest else {})
+        row |= {"queries": queries} if queries > 1 else {}
+        row |= chain(name, rows, tokens, budget, shortest) if queries == 1 else turn(name, rows, tokens, budget, queries)
         let_go()
         if shortest is None:
-            row["sdpa_us"], row["sdpa"] = sdpa_us(rows, HEADS, KV_HEADS, tokens, DIM)
+            row["sdpa_us"], row["sdpa"] = sdpa_us(rows, HEADS, KV_HEADS, tokens, DIM, queries)
         row |= {"bytes_per_token": KNOWN[name].bytes_per_token(DIM), "device": device_name(device())}
         print(row, file=sys.stderr, flush=True)
-        replace_rows(args.out, "attention budget", [row], "device", "rows", "tokens", "shortest", "format", "budget")
+        replace_rows(args.out, "attention budget", [row], "device", "rows", "tokens", "shortest", "queries", "format", "budget")
 
 
 def tables(rows: list[dict]) -> Iterator[Table]:
@@ -125,13 +138,14 @@ def tables(rows: list[dict]) -> Iterator[Table]:
                 us = [f"{row[key]:.0f}" if key in row else "" for key in ("sdpa_us", "all_us", "scores_us", "choice_us", "whole_us")]
                 gains = [f"{row[key] / row['whole_us']:.2f}" if key in row else "" for key in ("all_us", "sdpa_us")]
                 each = f"{row['shortest']:,} to {row['tokens']:,}" if row.get("shortest") else f"{row['tokens']:,}"
-                lines.append([f"{row['rows']} x {each}", f"`{row['format']}`", f"{row['budget']:,}", *us, *gains])
+                new = f", {row['queries']} new" if row.get("queries", 1) > 1 else ""
+                lines.append([f"{row['rows']} x {each}{new}", f"`{row['format']}`", f"{row['budget']:,}", *us, *gains])
         yield Table(heads, lines, f"{name}:")
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__, "attention_budget")
-    parser.add_argument("--sections", nargs="+", default=["steps", "batches"], choices=["steps", "batches"], help="what is measured")
+    parser.add_argument("--sections", nargs="+", default=SECTIONS, choices=SECTIONS, help="what is measured")
     parser.add_argument("--check", action="store_true", help="compare with the references first")
     run_or_show(parser, parser.parse_args(arguments), run, "attention budget", tables)
 

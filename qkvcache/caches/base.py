@@ -88,8 +88,9 @@ class CompressedCache(DynamicCache):
             compiled. Needs formats with kernels, and attention other than eager.
         attention_budget: tokens that each query and KV head reads of those that are quantized, beside the exact ones: a number of tokens,
             or a share of them between 0 and 1; None: all. Every token is kept: each step chooses the blocks of 32 tokens with the largest
-            weights, by the keys' codes (`docs/guides/long-context.md`). Until there are more tokens than the budget, attention reads
-            everything, as it always does for more than 16 new tokens at once, and on a GPU where choosing takes longer than reading.
+            weights, by the keys' codes (`docs/guides/long-context.md`), once for each 128 new tokens. Until there are more tokens than the
+            budget, attention reads everything, as it always does for more than 512 new tokens at once (parts of a prompt), and on a GPU
+            where choosing takes longer than reading.
         offload_pages: keeps quantized tokens in host memory, and on the GPU what a step needs to choose blocks (of 4-bit keys in two planes
             the upper halves), the exact tokens, and the blocks that the last steps read, twice the budget. Needs `attention_budget`.
         offloading: keeps all layers except the running one in host memory, as DynamicCache does.

@@ -44,3 +44,4 @@ from .segments import (
     pv,
     qk,
 )
+from .select_blocks import selects

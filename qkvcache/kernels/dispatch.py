@@ -171,16 +171,22 @@ def _attend_pages(
     **options: Unpack[PageOptions],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attend_pages` in eager code, over the blocks that are chosen, if the inputs have a budget. `keys`: as of `select_blocks`."""
-    if options.get("observed") is None and selects(query, inputs):
-        if by_kernel:
-            selection = _module("triton_select_blocks").select_blocks(query, inputs, mask, **options)
+    attend = (_module("fused") if by_kernel else paged).attend_pages
+    if options.get("observed") is not None or not selects(query, inputs):
+        return attend(query, inputs, mask, **options)
+    choose = _module("triton_select_blocks").select_blocks if by_kernel else functools.partial(selecting.select_blocks, keys=keys)
+    parts = []
+    for few, read, shown in selecting.groups(query, inputs, mask, options.get("causal", False)):
+        selection = choose(selecting.sampled(few), read, None if shown is None else selecting.sampled(shown), **options)
+        if read.cache is None:
+            read = read.twin(selection=selection)
         else:
-            selection = selecting.select_blocks(query, inputs, mask, keys, **options)
-        if inputs.cache is None:
-            inputs = inputs.twin(selection=selection)
-        else:
-            inputs = (_module("triton_fetch_blocks") if by_kernel else fetching).fetch_blocks(inputs, selection)
-    return (_module("fused") if by_kernel else paged).attend_pages(query, inputs, mask, **options)
+            read = (_module("triton_fetch_blocks") if by_kernel else fetching).fetch_blocks(read, selection)
+        parts.append(attend(few, read, shown, **options))
+    if len(parts) == 1:
+        return parts[0]
+    outs, lse, (sums, *_) = zip(*parts, strict=True)
+    return torch.cat([out.transpose(1, 2) for out in outs], dim=1).transpose(1, 2), torch.cat(lse, dim=2), sums
 
 
 def _fuses_latents(query: Tensor, inputs: PagedInputs, mask: Tensor | None, causal: bool) -> bool:

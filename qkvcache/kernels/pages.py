@@ -306,7 +306,7 @@ class PagedInputs:
     splits      of the rows, in place of `tokens`, for kernels that attend with one query of each row without accumulating attention
     control     int32 `[3]`, for `step`: TICKET, programs of the launch that have finished; DROPPED, tokens that came when there was no
                 room; ROOM, the most tokens of a row. None: no step stores tokens
-    budget      of quantized tokens that attention of few queries reads; None: all
+    budget      of quantized tokens that attention reads (`select_blocks.py`); None: all
     selection   the blocks that it reads, in which case pages have room for `max_length` tokens, and attention for those of the selection
     cache       of blocks, where the pages lie in host memory and there may be more tokens than the budget
     """
@@ -381,6 +381,17 @@ class PagedInputs:
         twin = object.__new__(PagedInputs)
         twin.__dict__ |= self.__dict__ | changes
         return twin
+
+    def ended(self, later: int) -> PagedInputs:
+        """The same inputs without the last `later` tokens, which are in the ring."""
+        if not later:
+            return self
+        if self.rows is None:
+            key, value = (x[:, :, : x.shape[2] - later] for x in self.ring)
+            return self.twin(ring=(key, value), held={})
+        rows = self.rows.clone()
+        rows[:, RING_TOKENS] -= later
+        return self.twin(rows=rows, held={})
 
     @property
     def slots(self) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ extent of a block's keys, which costs as many bytes and chooses worse.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,8 +19,10 @@ from .attend import MASKED_BELOW, MASKED_SCORE
 from .pages import BEGIN, BLOCK, SINKS, WHOLE, PagedInputs, Selection
 from .segments import Packed, scores_of_levels
 
-MOST_QUERIES = 16
-"""The most queries that share a choice; more read all tokens."""
+GROUP, SAMPLED = 128, 16
+"""The most queries that share a choice, and how many of them weigh the blocks: of texts, 16 choose as well as all of a group do."""
+MOST_QUERIES = 512
+"""The most queries that read chosen blocks: a turn, not a part of a prompt, which reads all tokens."""
 LEAST_SKIPPED = 2**19
 """The fewest vectors, tokens times KV heads of all rows, that must be left out so that a GPU gains by it."""
 
@@ -37,6 +39,22 @@ def selects(query: Tensor, inputs: PagedInputs) -> bool:
 def pays(skipped: int, ring: Tensor) -> bool:
     """Whether leaving out `skipped` tokens of all rows takes less time than choosing blocks. `ring`: `[F, H, R, D]`."""
     return skipped > 0 and (ring.device.type != "cuda" or skipped * ring.shape[1] >= LEAST_SKIPPED)
+
+
+def groups(query: Tensor, inputs: PagedInputs, mask: Tensor | None, causal: bool) -> Iterator[tuple[Tensor, PagedInputs, Tensor | None]]:
+    """Yields the queries of each choice, the inputs without later tokens of a causal step, and the rows of the mask."""
+    queries = query.shape[2]
+    mask = mask if mask is None else mask[(None,) * (4 - mask.dim())]
+    for begin in range(0, queries, GROUP):
+        end = min(begin + GROUP, queries)
+        rows = mask if mask is None or mask.shape[2] == 1 else mask[:, :, begin:end]
+        yield query[:, :, begin:end], inputs.ended(queries - end if causal else 0), rows
+
+
+def sampled(x: Tensor) -> Tensor:
+    """The queries of a group, `[B, Hq, Q, D]`, or rows of its mask, that weigh blocks: evenly spaced up to the last one."""
+    step = -(-x.shape[2] // SAMPLED)
+    return x[:, :, (x.shape[2] - 1) % step :: step]
 
 
 def select_blocks(

@@ -69,7 +69,7 @@ class CompressedLayer(CacheLayerMixin):
             next call outside of it raises ValueError.
         latents: channels of keys and values that are latents and the rotated part of keys (MLA). That part is INT8 in every format but an
             exact one: it adds 13 % to the error of INT8 latents, which FP8 would double (`eval/bench_latents.py`).
-        attention_budget: of quantized tokens that attention of up to 16 queries reads (`kernels/select_blocks.py`); None: all.
+        attention_budget: of quantized tokens that attention of up to 512 queries reads (`kernels/select_blocks.py`); None: all.
         offload_pages: quantized tokens lie in host memory, from which the blocks that attention reads are fetched
             (`kernels/fetch_blocks.py`).
     """

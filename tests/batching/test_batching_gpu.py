@@ -94,9 +94,12 @@ def test_graphs_read_the_chosen_blocks(monkeypatch):
     for options in ({"allow_block_sharing": False}, {"allow_block_sharing": False, **SYNCHRONOUS}):
         with continuous_batching(net, "identity", **reading), serving(net, new=20, **options) as manager:
             results.append([answers(manager, ids) for ids in ([long, *short], short, [long])])
-    assert results[0] == results[1] and results[0][0] == [*results[0][2], *results[0][1]]
-    cache = CompressedCache(net.config, format="identity", **reading)
-    assert assert_same(results[0][2][0], single(net, long, None, 20, cache=cache)) > 6
+    assert results[0] == results[1]
+    together, few, (alone,) = results[0]
+    wanted = [single(net, one, "identity", 20, **reading) for one in (long, *short)]
+    for got, expected in zip([alone, *few, *together], [*wanted, *wanted], strict=True):
+        assert_same(got, expected)
+    assert assert_same(alone, wanted[0]) > 6
 
 
 def test_chunks_shared_blocks_and_blocks_on_the_host():

@@ -11,7 +11,7 @@ from transformers.masking_utils import sdpa_mask
 from qkvcache import CompressedCache, TurboQuantCache, policies
 from qkvcache.attention.compressed_kv import warn_once
 from qkvcache.kernels.pages import BLOCK
-from qkvcache.kernels.select_blocks import MOST_QUERIES
+from qkvcache.kernels.select_blocks import GROUP, MOST_QUERIES, SAMPLED
 from tests.matrix import model
 from tests.reference import ZONES, assert_close, prompt, run
 
@@ -31,15 +31,15 @@ def read_few(module, query, key, value, attention_mask, scaling, paged: bool = F
         scores = scores.masked_fill(~attention_mask, -1e30)
     elif queries > 1:
         scores = scores.masked_fill(torch.ones(queries, tokens).triu(tokens - queries + 1).bool(), -1e30)
-    if queries <= MOST_QUERIES and stored > BUDGET:
-        before = sinks if paged else 0
-        region = F.pad(scores[..., sinks : sinks + stored], (before, -(before + stored) % BLOCK), value=-torch.inf)
+    for few in scores.split(GROUP, dim=2) if queries <= MOST_QUERIES and stored > BUDGET else ():
+        before, sampled = sinks if paged else 0, few.flip(2)[:, :, :: -(-few.shape[2] // SAMPLED)]
+        region = F.pad(sampled[..., sinks : sinks + stored], (before, -(before + stored) % BLOCK), value=-torch.inf)
         hidden = region.amax(-1) < -1e29
         weights = region.softmax(-1).masked_fill(hidden[..., None], 0).unflatten(-1, (-1, BLOCK)).sum(-1)
         weights = weights.unflatten(1, (-1, group)).sum((2, 3))
         chosen = torch.zeros_like(weights, dtype=torch.bool).scatter(-1, weights.topk(BUDGET // BLOCK).indices, True)
         left_out = ~chosen.repeat_interleave(BLOCK, -1)[..., before : before + stored].repeat_interleave(group, 1)[:, :, None]
-        scores[..., sinks : sinks + stored].masked_fill_(left_out, -1e30)
+        few[..., sinks : sinks + stored].masked_fill_(left_out, -1e30)
     return (scores.softmax(-1) @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), None
 
 
@@ -62,6 +62,25 @@ def test_generate_reads_the_chosen_blocks(mode, options):
     assert torch.equal(run(network, cache, inputs, **how), expected)
     everything = run(network, CompressedCache(network.config, format="identity", **ZONE, **options), inputs, **how)
     assert not torch.equal(everything, expected)
+
+
+@pytest.mark.parametrize("new", [17, GROUP, GROUP + 20, MOST_QUERIES + 1])
+@pytest.mark.parametrize("padded", [False, True])
+def test_many_new_tokens_share_choices(new, padded):
+    """Those of a group, but for more tokens than any turn has: these read everything."""
+    network, reference = model("llama"), model("llama", "read_few")
+    ids = torch.randint(3, 60, (2, 150 + new), generator=torch.Generator().manual_seed(new))
+    mask = torch.ones_like(ids)
+    mask[1, :40] = 1 - padded
+    cache = CompressedCache(network.config, format="identity", attention_budget=BUDGET, **ZONE)
+    dense, whole = (DynamicCache(config=network.config) for _ in range(2))
+    with torch.no_grad():
+        for begin, end in ((0, 150), (150, 150 + new)):
+            given = {"attention_mask": mask[:, :end], "position_ids": (mask[:, :end].cumsum(1) - 1).clamp_min(0)[:, begin:]}
+            ways = (network, cache), (reference, dense), (network, whole)
+            got, expected, everything = (one(ids[:, begin:end], past_key_values=past, **given).logits for one, past in ways)
+    assert_close(got[mask[:, 150:] > 0], expected[mask[:, 150:] > 0], 1e-4)
+    assert torch.allclose(got, everything, atol=1e-4) == (new > MOST_QUERIES)
 
 
 def test_a_budget_changes_nothing_until_it_is_exceeded():

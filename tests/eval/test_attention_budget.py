@@ -7,8 +7,6 @@ import torch
 from harness import read_rows
 from policies_tasks import example
 
-from qkvcache.kernels.select_blocks import MOST_QUERIES
-
 
 @pytest.fixture
 def study():
@@ -21,7 +19,7 @@ def test_small_steps_measure_what_one_step_does(study):
     (prompt,) = bench.prompts("multikey", 500, False, 0)
     bench.model.forward = lambda ids, **options: lengths.append(ids.shape[1]) or forward(ids, **options)
     found = bench.answers(prompt, bench.cache("dense", "identity", 500, 500))
-    assert max(lengths) <= MOST_QUERIES and lengths[-1] == 1
+    assert max(lengths) <= study.QUESTION_STEP and lengths[-1] == 1
     for question, ll in zip(example("multikey", bench.writer, 500, 0).questions, found["ll"], strict=True):
         ids = torch.tensor([prompt.ids[0].tolist() + question.ids + question.answer])
         with torch.no_grad():

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qkvcache.kernels import PagedInputs
+from qkvcache.kernels import PagedInputs, attend_pages
 from qkvcache.kernels import pages as reference
+from qkvcache.kernels import select_blocks as selecting
 from qkvcache.kernels.attend import MASKED_SCORE
 from qkvcache.kernels.pages import BLOCK, WHOLE, AttentionBudget
 from qkvcache.kernels.select_blocks import block_weights, choose_blocks, select_blocks
@@ -152,6 +153,31 @@ def test_the_kernels_with_everything_that_attention_has(queries, masked, begin, 
     assert overlap(mine, wanted)
     chosen = replace(inputs, selection=mine)
     compare(monkeypatch, "int8", query, chosen, mask, causal=queries > 1, sinks=torch.randn(4, device=DEVICE), **options)
+
+
+@KERNELS
+@pytest.mark.parametrize("masked", ["columns", "bool"])
+def test_groups_of_queries_choose_for_themselves(masked, monkeypatch):
+    """Each group reads what the queries alone read that end with it; through the kernels as in torch."""
+    monkeypatch.setattr(selecting, "GROUP", 4)
+    monkeypatch.setattr(selecting, "SAMPLED", 2)
+    monkeypatch.setattr(selecting, "LEAST_SKIPPED", 0)
+    inputs = replace(inputs_of("int8", device=DEVICE), ring=(torch.randn(6, 2, 12, 64, device=DEVICE).half(),) * 2)
+    inputs.rows[:, reference.RING_START], inputs.rows[:, reference.RING_TOKENS] = 7, torch.tensor([12, 11, 10, 12], device=DEVICE)
+    query = queries_like(inputs, 6)
+    mask = (torch.rand(4, 1, 6 if masked == "bool" else 1, 400) < 0.6).to(DEVICE)
+    monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
+    kernels = attend_pages(query, inputs, mask, causal=True)[0]
+    monkeypatch.setenv("QKVCACHE_KERNELS", "torch")
+    out, lse, _ = attend_pages(query, inputs, mask, causal=True)
+    torch.testing.assert_close(kernels.float(), out.float(), rtol=1e-2, atol=2e-3)
+    for begin, end in ((0, 4), (4, 6)):
+        ends = inputs.rows.clone()
+        ends[:, reference.RING_TOKENS] -= 6 - end
+        part = mask[:, :, begin:end] if masked == "bool" else mask
+        alone, alone_lse, _ = attend_pages(query[:, :, begin:end], replace(inputs, rows=ends), part, causal=True)
+        torch.testing.assert_close(out[:, :, begin:end], alone)
+        torch.testing.assert_close(lse[:, :, begin:end], alone_lse)
 
 
 @KERNELS
