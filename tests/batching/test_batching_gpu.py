@@ -89,7 +89,7 @@ def test_graphs_equal_eager_steps(format):
 def test_graphs_read_the_chosen_blocks(monkeypatch):
     """Long and short requests together and alone: batches that read few blocks have other graphs than those that read everything."""
     monkeypatch.setattr(select_blocks, "LEAST_SKIPPED", 400)
-    net, (long, *short) = network(torch.float32), prompts(300, 10, 60)
+    net, (long, *short) = network(torch.float32), prompts(300, 10, 30)
     results, reading = [], {"attention_budget": 64, "num_sink_tokens": 0, "residual_length": 4}
     for options in ({"allow_block_sharing": False}, {"allow_block_sharing": False, **SYNCHRONOUS}):
         with continuous_batching(net, "identity", **reading), serving(net, new=20, **options) as manager:
