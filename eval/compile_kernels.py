@@ -90,6 +90,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "store": {"MASK": "row", "COUNTED": True},
     "items": {"ITEMS": True, "COUNTED": True, "BASE": 0},
     "blocks": {"BLOCK": BLOCK, "T": BLOCK, "COUNTED": True},
+    "rest": {"BLOCK": BLOCK, "T": BLOCK, "COUNTED": True, "EXACT": False},
 }
 
 
@@ -119,7 +120,8 @@ def strides_aligned(name: str) -> bool:
 
 
 def attention(format: str, head_dim: int, target: str, variant: str = "", dtype: str = "bf16", rows: int = 1) -> Job:
-    key, value = (codec.packed_layout for codec in FORMATS[format].codecs())
+    codecs = (codec.coarse if variant == "rest" else codec for codec in FORMATS[format].codecs())
+    key, value = (codec.packed_layout for codec in codecs)
     assert key and value, format
     nvidia = TARGETS[target].backend == "cuda"
     launch = launched(key, value, head_dim, rows, nvidia)
@@ -213,7 +215,16 @@ def scoring(format: str, head_dim: int, target: str) -> Job:
 
 def choosing(blocks: int, target: str) -> Job:
     types = {"scores": "*fp32", "table": "*i64", "entries": "*i64"} | dict.fromkeys(("rows", "lengths", "blocks", "read"), "*i32")
-    constants = {"N": blocks, "PAGE": PAGE, "COUNTED": True, "BITS": triton_select_blocks.BITS, "BLOCK": BLOCK, "WHOLE": WHOLE}
+    types |= {"rest_blocks": "*i32", "rest_entries": "*i64", "rest_read": "*i32"}
+    constants = {
+        "REST": True,
+        "N": blocks,
+        "PAGE": PAGE,
+        "COUNTED": True,
+        "BITS": triton_select_blocks.BITS,
+        "BLOCK": BLOCK,
+        "WHOLE": WHOLE,
+    }
     constants["ARCH"] = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
     return Job(f"choose blocks {blocks}", triton_select_blocks.choose_blocks_kernel, types, constants, target, {"num_warps": 16})
 
@@ -430,6 +441,8 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield attention(format, 128, target, "items")
             yield attention(format, 128, target, "blocks")
             yield scoring(format, 128, target)
+            if all(codec.coarse != codec for codec in FORMATS[format].codecs()):
+                yield attention(format, 128, target, "rest")
             if format != "identity":
                 yield attention_in_tiles(format, 128, target, 128)
         yield queries_of_latents(target)

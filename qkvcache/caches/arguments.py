@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from transformers import DynamicCache, PreTrainedConfig
 
 from ..formats import Format, FormatByLayer
-from ..formats.base import hint
+from ..formats.base import check_option, hint
 from ..kernels import AttentionBudget
 from ..kernels.pages import WHOLE
 from ..policies import Policy
@@ -38,9 +38,21 @@ def layer_indices(skip_layers: Iterable[int]) -> tuple[int, ...]:
     return tuple(skip_layers)
 
 
-def budget_of(attention_budget: int | float | None) -> AttentionBudget | None:
-    """The tokens that attention reads. Raises TypeError for another type, ValueError for less than a token, and for a share that is not
-    between 0 and 1."""
+def budget_of(
+    attention_budget: int | float | None, attention_rest: str = "drop", format: Format | FormatByLayer | None = None
+) -> AttentionBudget | None:
+    """The tokens that attention reads. Raises TypeError for another type, ValueError for less than a token, for a share that is not
+    between 0 and 1, and for a rest that cannot be read coarsely."""
+    check_option("attention_rest", attention_rest, ("drop", "coarse"))
+    coarse = attention_rest == "coarse"
+    if coarse and attention_budget is None:
+        raise ValueError("attention_rest='coarse' without attention_budget: everything is read in full; pass a budget, such as 4096")
+    for each in format.formats if isinstance(format, FormatByLayer) else [format] if format else []:
+        if coarse and any(codec.coarse == codec for codec in each.codecs()):
+            raise ValueError(
+                f"attention_rest='coarse' with format={each.name!r}, whose codes of keys or values have no halves that are kept apart: "
+                "use 'turboquant_4bit_nc' or formats.HadaQuant(4, 4)"
+            )
     if attention_budget is None:
         return None
     if isinstance(attention_budget, bool) or not isinstance(attention_budget, int | float):
@@ -48,10 +60,10 @@ def budget_of(attention_budget: int | float | None) -> AttentionBudget | None:
     if isinstance(attention_budget, float):
         if not 0 < attention_budget < 1:
             raise ValueError(f"attention_budget={attention_budget}: a share is between 0 and 1; pass a whole number for tokens")
-        return AttentionBudget(LEAST_READ, math.ceil(attention_budget * WHOLE))
+        return AttentionBudget(LEAST_READ, math.ceil(attention_budget * WHOLE), coarse)
     if attention_budget < 1:
         raise ValueError(f"attention_budget={attention_budget}: expected 1 token or more")
-    return AttentionBudget(attention_budget)
+    return AttentionBudget(attention_budget, coarse=coarse)
 
 
 def refuse_unknown(cache: DynamicCache, options: Mapping[str, object], format: Format | FormatByLayer, policy: Policy | None) -> None:

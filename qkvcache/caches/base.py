@@ -7,7 +7,7 @@ import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any, Literal, Never
 
 import torch
 from torch import Tensor
@@ -91,6 +91,8 @@ class CompressedCache(DynamicCache):
             weights, by the keys' codes (`docs/guides/long-context.md`), once for each 128 new tokens. Until there are more tokens than the
             budget, attention reads everything, as it always does for more than 512 new tokens at once (parts of a prompt), and on a GPU
             where choosing takes longer than reading.
+        attention_rest: the tokens that are not chosen: "drop" leaves them out; "coarse" reads them by the upper two bits of their codes,
+            for formats that keep these apart (`turboquant_4bit_nc`, `HadaQuant(4, 4)`), with an error close to that of reading everything.
         offload_pages: keeps quantized tokens in host memory, and on the GPU what a step needs to choose blocks (of 4-bit keys in two planes
             the upper halves), the exact tokens, and the blocks that the last steps read, twice the budget. Needs `attention_budget`.
         offloading: keeps all layers except the running one in host memory, as DynamicCache does.
@@ -117,6 +119,7 @@ class CompressedCache(DynamicCache):
         max_length: int | None = None,
         compile: bool = False,
         attention_budget: int | float | None = None,
+        attention_rest: Literal["drop", "coarse"] = "drop",
         offload_pages: bool = False,
         offloading: bool = False,
         **unknown: Never,
@@ -145,7 +148,8 @@ class CompressedCache(DynamicCache):
         self._latents = absorb(config) if known else None  # type: ignore[arg-type]
         self._exact: frozenset[int] = frozenset()
         """Full-attention layers that are uncompressed layers of this library."""
-        self.attention_budget, self._attention_budget = attention_budget, budget_of(attention_budget)
+        self.attention_budget, self.attention_rest = attention_budget, attention_rest
+        self._attention_budget = budget_of(attention_budget, attention_rest, self.format)
         if self._attention_budget is not None:
             self._check_budget(attention_budget)
         self.offload_pages = offload_pages
@@ -267,11 +271,16 @@ class CompressedCache(DynamicCache):
             )
 
     def _check_offload_pages(self, offloading: bool) -> None:
-        """Raises ValueError for pages in host memory without an attention budget, or beside offloading."""
+        """Raises ValueError for pages in host memory without an attention budget, or beside offloading; NotImplementedError where the
+        rest is read."""
         if self._attention_budget is None:
             raise ValueError("offload_pages=True without attention_budget: each step would copy all tokens; pass one, such as 4096")
         if offloading:
             raise ValueError("offload_pages=True with offloading=True, which moves whole layers: leave one out")
+        if self.attention_rest != "drop":
+            raise NotImplementedError(
+                f"offload_pages=True with attention_rest={self.attention_rest!r}: each step would read all tokens of the host; pass 'drop'"
+            )
 
     def _prepare_eviction(self, policy: Policy, config: PreTrainedConfig | None, offloading: bool) -> None:
         if offloading:
@@ -510,6 +519,7 @@ class CompressedCache(DynamicCache):
         zones = ", ".join(f"{name}={value}" for name, value in self._layer_options.items())
         policy = f"policy={self.policy}, " if self.policy else ""
         budget = "" if self.attention_budget is None else f"attention_budget={self.attention_budget}, "
+        budget += f"attention_rest={self.attention_rest!r}, " if self.attention_rest != "drop" else ""
         budget += "offload_pages=True, " if self.offload_pages else ""
         return (
             f"{type(self).__name__}(format={self.format.name}, {policy}{budget}{zones}, "

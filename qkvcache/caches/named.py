@@ -34,6 +34,7 @@ class FormatOptions(Options, total=False):
     policy: str | Policy | None
     num_sink_tokens: int
     attention_budget: int | float | None
+    attention_rest: Literal["drop", "coarse"]
     offload_pages: bool
 
 

@@ -197,7 +197,7 @@ class Codec(ABC):
     @property
     def coarse(self) -> Codec:
         """The codec that reads the upper halves of these codes alone, where they have a plane of their own; else this one."""
-        return UpperHalves(self) if self.packed_layout and self.packed_layout.upper else self
+        return _coarse(self)
 
     def unpack_upper(self, codes: Codes, head_dim: int) -> QuantizedValues:
         """`unpack` of the upper halves of codes, where they have a plane of their own."""
@@ -242,6 +242,12 @@ class UpperHalves(Codec):
 
     def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
         return self.codec.unpack_upper(codes, head_dim)
+
+
+@cache
+def _coarse(codec: Codec) -> Codec:
+    layout = codec.packed_layout
+    return UpperHalves(codec) if layout and layout.upper else codec
 
 
 @cache

@@ -101,7 +101,7 @@ OF_CALL = (
     "softcap", "n_quantized", "least",
 )  # fmt: skip
 """Arguments of a call that both attention kernels have."""
-OF_ATTEND = "region_query", "items", "blocks", "read", "weights", "tops", "table_h", "mask_h", "mask_q", "room"
+OF_ATTEND = "region_query", "items", "blocks", "read", "weights", "tops", "table_h", "mask_h", "mask_q", "room", "before", "splits"
 """Those that `attend_kernel` has besides."""
 OF_REDUCE = "part", "maxima", "sums", "firsts", "sinks", "out", "lse", "splits"
 OF_SUM = "weights", "tops", "lse", "observed", "attention_sums", "slots", "grains", "n_quantized"
@@ -299,6 +299,7 @@ class Call:
         self.zones = zones = region, sinks, ring
         scaling, softcap = options.get("scaling"), options.get("softcap")
         self.sinks, self.observed = options.get("sinks"), options.get("observed")
+        self.weights, self.tops, self.slots, self.grains = args.empty, args.empty, 0, 0
         self.query = self.region_query = query if query.stride(-1) == 1 else query.contiguous()
         if args.use.whole is not None:
             self.query = query.contiguous()
@@ -314,7 +315,7 @@ class Call:
             self.mask = mask
         self.scaling, self.softcap = float(shape[3] ** -0.5 if scaling is None else scaling), float(softcap or 1.0)
         key = (
-            shape, inputs.ring[0].shape[1], kind, sinks + ring > 0, options.get("causal", False), softcap is not None,
+            shape, inputs.ring[0].shape[1], kind, inputs.exact and sinks + ring > 0, options.get("causal", False), softcap is not None,
             self.sinks is not None, self.observed is not None, items is not None, inputs.selection is not None, launch,
         )  # fmt: skip
         if key not in args.plans:
@@ -324,12 +325,11 @@ class Call:
     def allocate(self, splits: int) -> None:
         """Tensors for the partial results of `splits` programs for each block of rows: outputs, maxima and normalisers;
         weights and their maxima."""
-        plan, empty = self.plan, self.args.empty
+        plan = self.plan
         self.splits, entries = splits, plan.panels * splits * plan.rows
         part = self._empty(entries * (plan.value_dim + 2))
         maxima = part[entries * plan.value_dim :]
         self.outputs = part, maxima, maxima[entries:]
-        self.weights, self.tops, self.slots, self.grains = empty, empty, 0, 0
         if plan.width:
             region, *exact = (-(-n // grain.value) for n, grain in zip(self.zones, (REGION_GRAIN, EXACT_GRAIN, EXACT_GRAIN), strict=True))
             self.slots, self.grains = region * REGION_GRAIN.value + sum(exact) * EXACT_GRAIN.value, region + sum(exact)
@@ -341,21 +341,36 @@ class Call:
     def _empty(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
 
-    def attend(self) -> None:
-        """A launch of `attend_kernel`, or of `attend_tiles_kernel`."""
+    def attend(self, rest: Call | None = None) -> None:
+        """A launch of `attend_kernel`, or of `attend_tiles_kernel`; and another of the tokens that are read beside these."""
+        splits, least = self._splits()
+        if rest is None:
+            self.allocate(splits)
+        else:
+            more, rest_least = rest._splits()
+            self.allocate(splits + more)
+            rest.splits, rest.outputs = self.splits, self.outputs
+            rest._attend(more, rest_least, splits)
+        self._attend(splits, least)
+
+    def _splits(self) -> tuple[int, int]:
+        """Splits of a launch, and the fewest tokens of each."""
         plan, n_quantized, tokens, least = self.plan, self.zones[0], self.inputs.tokens, LEAST_SPLIT
         if self.items is not None:
-            self.allocate(len(self.items.items))
-        else:
-            programs = plan.programs
-            if plan.many:  # beside few long splits, the programs of the exact tokens are brief
-                programs += plan.panels * (programs <= 8 * plan.panels)
-            if tokens is None or plan.many:
-                splits = split(n_quantized, plan.panels, plan.tile, programs)
-            else:  # rows of different lengths: as many tokens to a split as if all were one row
-                least = -(-max(tokens * plan.heads * plan.blocks // programs, LEAST_SPLIT) // plan.tile) * plan.tile
-                splits = min(-(-n_quantized // least), MOST_SPLITS)
-            self.allocate(max(splits, 1 - plan.exact) + plan.exact)
+            return len(self.items.items), least
+        programs = plan.programs
+        if plan.many:  # beside few long splits, the programs of the exact tokens are brief
+            programs += plan.panels * (programs <= 8 * plan.panels)
+        if tokens is None or plan.many:
+            splits = split(n_quantized, plan.panels, plan.tile, programs)
+        else:  # rows of different lengths: as many tokens to a split as if all were one row
+            least = -(-max(tokens * plan.heads * plan.blocks // programs, LEAST_SPLIT) // plan.tile) * plan.tile
+            splits = min(-(-n_quantized // least), MOST_SPLITS)
+        return max(splits, 1 - plan.exact) + plan.exact, least
+
+    def _attend(self, splits: int, least: int, before: int = 0) -> None:
+        """A launch of so many splits, `before` which are those of another."""
+        plan = self.plan
         selection, empty, table, (table_b, table_h, _, _) = self.inputs.selection, self.args.empty, self.inputs.pages.table, self.strides
         blocks, read = empty, empty
         if selection is not None:
@@ -369,8 +384,9 @@ class Call:
         )  # fmt: skip
         if not plan.many:
             items = empty if self.items is None else self.items.items
-            call += self.region_query, items, blocks, read, self.weights, self.tops, table_h, mask_h, mask_q, blocks.shape[-1]
-        plan.attend((self.splits, plan.blocks, plan.panels // plan.blocks), *call, held=self.held)
+            call += self.region_query, items, blocks, read, self.weights, self.tops, table_h, mask_h, mask_q
+            call += blocks.shape[-1], before, self.splits
+        plan.attend((splits, plan.blocks, plan.panels // plan.blocks), *call, held=self.held)
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """Joins the splits: the output `[B, Hq, Q, Dv]`, the log of the normaliser, fp32 `[B, Hq, Q]`, and the accumulated attention, fp32
@@ -417,5 +433,5 @@ def attend_pages(
     one = query.shape[2] == 1 and options.get("observed") is None and inputs.selection is None
     launch = launch or tiled(query, inputs, mask, options)
     call = Call(query, mask, inputs, options, launch, inputs.splits if one else None)
-    call.attend()
+    call.attend(None if inputs.rest is None else Call(query, mask, inputs.rest, options, None, None))
     return call.finish()

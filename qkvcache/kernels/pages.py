@@ -75,6 +75,21 @@ class Pages:
     def codecs(self) -> tuple[Codec, Codec]:
         return self.key, self.value
 
+    @property
+    def coarse(self) -> Pages:
+        """The same pages by the upper halves of codes, where these are kept apart."""
+        codecs = self.key.coarse, self.value.coarse
+        if codecs == self.codecs:
+            return self
+        unread = ["low" if codec != mine else "" for codec, mine in zip(codecs, self.codecs, strict=True)]
+        slabs = [
+            ({name: x for name, x in key.items() if name != unread[0]}, {name: x for name, x in value.items() if name != unread[1]})
+            for key, value in self.slabs
+        ]
+        twin = object.__new__(Pages)  # as `PagedInputs.twin`
+        twin.__dict__ |= self.__dict__ | {"key": codecs[0], "value": codecs[1], "slabs": slabs}
+        return twin
+
     @cached_property
     def planes(self) -> tuple[Codes, Codes]:
         """The planes of the first slab with an index for each entry, for kernels. Where `step` is not 1, they overlap themselves, and torch
@@ -222,10 +237,11 @@ WHOLE = 2**16
 @dataclass(frozen=True)
 class AttentionBudget:
     """The quantized tokens that a query and KV head read: at least `tokens`, and at least `share` of those stored, in parts of `WHOLE`; in
-    whole blocks."""
+    whole blocks. The rest is dropped, or with `coarse` read by the upper halves of its codes."""
 
     tokens: int
     share: int = 0
+    coarse: bool = False
 
     def blocks(self, stored: int) -> int:
         """The blocks that are read of `stored` blocks."""
@@ -240,11 +256,15 @@ class Selection:
     entries  `[B, H, N]`: the entries of their pages, in the table's dtype
     lengths  int32 `[B, H]`: tokens in these blocks; the last block of a row may have fewer than `BLOCK`. Tokens of the first block that
              come before BEGIN are counted, and not read
+    rest     the other blocks, if they are read by the upper halves of codes; else None
+    logits   fp32 `[B, Hq, Q, N * BLOCK]`: the scores of these tokens under the mask, if whoever chose the blocks knows them
     """
 
     blocks: Tensor
     entries: Tensor
     lengths: Tensor
+    rest: Selection | None = None
+    logits: Tensor | None = None
 
     def places(self) -> Tensor:
         """The index of each token in its row's pages, int64 `[B, H, N * BLOCK]`, -1 beyond `lengths`."""
@@ -309,6 +329,8 @@ class PagedInputs:
     budget      of quantized tokens that attention reads (`select_blocks.py`); None: all
     selection   the blocks that it reads, in which case pages have room for `max_length` tokens, and attention for those of the selection
     cache       of blocks, where the pages lie in host memory and there may be more tokens than the budget
+    rest        the inputs `coarse` with the blocks that are read beside these
+    exact       whether attention reads sinks and ring
     """
 
     pages: Pages
@@ -322,6 +344,8 @@ class PagedInputs:
     budget: AttentionBudget | None = None
     selection: Selection | None = None
     cache: BlockCache | None = None
+    rest: PagedInputs | None = None
+    exact: bool = True
     launches: dict[Any, Any] = field(default_factory=dict)
     """Arguments that kernels reuse from step to step: planes and statistics do not move or change. Inputs over the same storage may share
     them; rows, tables, lengths, sinks and rings may differ."""
@@ -332,11 +356,11 @@ class PagedInputs:
     def arguments(self) -> tuple[list[Tensor], list[Tensor | None], list[Tensor], list[int]]:
         """Arguments of torch operators, with `max_length`: the table, the first slab's planes and statistics, those of `index`, and
         `cache`; `rows`, `lengths`, what `splits` has, and `control`; sinks and ring; indices of the codecs, the first entry, the page size,
-        whether kernels read the pages, whether slabs are added, `step`, `tokens` (-1: None), the budget (-1: None), tokens and share,
-        `step` of the index (0: None), and whether there is a cache."""
+        whether kernels read the pages, whether slabs are added, `step`, `tokens` (-1: None), the budget (-1: None): tokens, share and
+        whether it is coarse, `step` of the index (0: None), and whether there is a cache."""
         pages, budget = self.pages, self.budget
         tokens = -1 if self.tokens is None else self.tokens
-        read = (-1, 0) if budget is None else (budget.tokens, budget.share)
+        read = (-1, 0, 0) if budget is None else (budget.tokens, budget.share, int(budget.coarse))
         sizes = [*pages.numbers, pages.page_size, int(pages.by_page), int(pages.grows), pages.step, tokens, *read]
         index, cache = pages.index, self.cache
         sizes += [0 if index is None else index.step, int(cache is not None)]
@@ -363,21 +387,21 @@ class PagedInputs:
         slabs, by_page, grows = [(sides[0], sides[1])], bool(sizes[4]), bool(sizes[5])
         once, (first, size) = (sides[2], sides[3]), sizes[2:4]
         pages = Pages(key, value, slabs, [first], size, once, pool[0], lengths, by_page, grows, partial=grows, step=sizes[6])
-        if sizes[10]:
-            table, planes = next(left), {name: next(left) for name in index_names(key, exact[2].shape[3])}
-            pages.index = replace(pages, slabs=[(planes, {})], table=table, step=sizes[10])
-        cache = None
         if sizes[11]:
+            table, planes = next(left), {name: next(left) for name in index_names(key, exact[2].shape[3])}
+            pages.index = replace(pages, slabs=[(planes, {})], table=table, step=sizes[11])
+        cache = None
+        if sizes[12]:
             keys, values = ({name: next(left) for name in side} for side in slabs[0])
             cache = BlockCache.of(pages, (keys, values), next(left), next(left))
         splits = None if items is None or firsts is None else Splits(items, firsts)
         tokens = None if sizes[7] < 0 else sizes[7]
-        budget = None if sizes[8] < 0 else AttentionBudget(sizes[8], sizes[9])
+        budget = None if sizes[8] < 0 else AttentionBudget(sizes[8], sizes[9], bool(sizes[10]))
         zones = (exact[0], exact[1]), (exact[2], exact[3])
         return PagedInputs(pages, *zones, rows, max_length, tokens, splits, control, budget, cache=cache)
 
     def twin(self, **changes: Any) -> PagedInputs:
-        """The same inputs with another `max_length` or `selection`; `dataclasses.replace` takes five times as long, at every step."""
+        """The same inputs, but for some fields; `dataclasses.replace` takes five times as long, at every step."""
         twin = object.__new__(PagedInputs)
         twin.__dict__ |= self.__dict__ | changes
         return twin
@@ -392,6 +416,15 @@ class PagedInputs:
         rows = self.rows.clone()
         rows[:, RING_TOKENS] -= later
         return self.twin(rows=rows, held={})
+
+    @property
+    def coarse(self) -> PagedInputs:
+        """The quantized tokens alone, by the upper halves of their codes, where these are kept apart."""
+        return self.twin(pages=self.pages.coarse, exact=False, launches=self.launches.setdefault("coarse", {}))
+
+    def reading(self, selection: Selection) -> PagedInputs:
+        """These inputs, of which attention reads what is selected."""
+        return self.twin(selection=selection, rest=selection.rest and self.coarse.twin(selection=selection.rest))
 
     @property
     def slots(self) -> tuple[int, int, int]:
@@ -422,19 +455,18 @@ class PagedInputs:
             region = torch.where(places < 0, -1, places + sink_slots)
             if self.selection is None:
                 region = torch.arange(sink_slots, sink_slots + self.max_length, device=places.device).expand(*heads, -1)
-            return torch.cat([first.expand(*heads, -1), region, (ring + sink_slots + self.max_length).expand(*heads, -1)], dim=-1)
+            zones = first.expand(*heads, -1), region, (ring + sink_slots + self.max_length).expand(*heads, -1)
+            return torch.cat(zones, dim=-1) if self.exact else region
         begin, _, _, sinks, start, count = self.rows[:, None, : RING_TOKENS + 1, None].long().unbind(2)
         lengths: Tensor = self.pages.lengths  # type: ignore[assignment]
         quantized = (lengths.view(len(self.rows), -1, 1).clamp_max(self.max_length) - begin).clamp_min(0)
         age = (ring - start) % max(len(ring), 1)
-        return torch.cat(
-            [
-                torch.where(first < sinks, first, -1).expand(*heads, -1),
-                torch.where(places >= begin, places - begin + sinks, -1),
-                torch.where(age < count, sinks + quantized + age, -1).expand(*heads, -1),
-            ],
-            dim=-1,
+        zones = (
+            torch.where(first < sinks, first, -1).expand(*heads, -1),
+            torch.where(places >= begin, places - begin + sinks, -1),
+            torch.where(age < count, sinks + quantized + age, -1).expand(*heads, -1),
         )
+        return torch.cat(zones, dim=-1) if self.exact else zones[1]
 
 
 class PageOptions(Options, total=False):
@@ -472,12 +504,14 @@ def attend_pages(
     the log -inf.
     """
     batch, query_heads, queries, _ = query.shape
-    key, places = paged_side(inputs, 0)
-    value, _ = paged_side(inputs, 1)
-    heads, slots = key.shape[1:3]
+    logits, value = _scored(query, inputs, mask, causal, scaling, softcap)
+    if inputs.rest is not None:  # before all queries
+        more, others = _scored(query, inputs.rest, mask, False, scaling, softcap)
+        logits = torch.cat([logits, more], dim=-1)
+        shape = *value.shape[:2], logits.shape[3], value.shape[3]
+        value = KeysOrValues.of([*value.segments, *others.segments], shape, value.dtype, value.device)
+    heads, slots = value.shape[1:3]
     groups = query_heads // heads
-    logits = scores(query, AttentionInputs(key, value), None, scaling, softcap=softcap)
-    logits = mask_slots(logits, inputs.columns(places), mask, causal)
     lse = torch.logsumexp(logits, -1)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.float()[:, None])
@@ -489,6 +523,18 @@ def attend_pages(
     count = observed.float()[:, None].masked_fill(logits.amax(-1) <= MASKED_BELOW, 0).reshape(batch, heads, 1, groups * queries)
     counted = by_head.masked_fill((count == 0).mT, 0)
     return out, lse, (count @ counted)[:, :, 0]
+
+
+def _scored(
+    query: Tensor, inputs: PagedInputs, mask: Tensor | None, causal: bool, scaling: float | None, softcap: float | None
+) -> tuple[Tensor, KeysOrValues]:
+    """The scores of all slots under the mask, fp32 `[B, Hq, Q, slots]`, and the values."""
+    value, places = paged_side(inputs, 1)
+    known = None if inputs.selection is None else inputs.selection.logits
+    if known is not None and known.shape[2] == query.shape[2]:  # else, few of the queries made the choice
+        return known, value
+    logits = scores(query, AttentionInputs(paged_side(inputs, 0)[0], value), None, scaling, softcap=softcap)
+    return mask_slots(logits, inputs.columns(places), mask, causal), value
 
 
 def mask_slots(logits: Tensor, columns: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
@@ -510,13 +556,16 @@ def paged_side(inputs: PagedInputs, side: int) -> tuple[KeysOrValues, Tensor]:
     """Keys (0) or values (1) in all slots, zeros where there is no token, and `places` as of `PagedInputs.gather`."""
     pages, first, ring = inputs.pages, inputs.sinks[side], inputs.ring[side]
     codes, places = inputs.gather(side)
+    packed = _blocks(pages.codecs[side], codes, inputs.slots[1], ring)
+    if not inputs.exact:
+        return KeysOrValues.of([*packed], (*ring.shape[:2], inputs.slots[1], ring.shape[3]), ring.dtype, ring.device), places
     if inputs.rows is not None:
         rows = inputs.rows.long()
         first, ring = first[rows[:, SINK_ROW]], ring[rows[:, RING_ROW]]
         column = inputs.columns(places)[:, :1, :, None]
         first = first.masked_fill(column[:, :, : first.shape[2]] < 0, 0)
         ring = ring.masked_fill(column[:, :, column.shape[2] - ring.shape[2] :] < 0, 0)
-    segments: list[Segment] = [Exact(first), *_blocks(pages.codecs[side], codes, inputs.slots[1], ring), Exact(ring)]
+    segments: list[Segment] = [Exact(first), *packed, Exact(ring)]
     return KeysOrValues.of(segments, (*ring.shape[:2], sum(inputs.slots), ring.shape[3]), ring.dtype, ring.device), places
 
 

@@ -74,13 +74,18 @@ def select_blocks(
         keys: the first `inputs.max_length` quantized keys of all rows, in order, if the caller has them; else they are gathered.
         others: options of attention that do not change the choice.
     """
-    return choose_blocks(block_weights(query, inputs, mask, keys, scaling, softcap), inputs)
+    logits = coarse_logits(query, inputs, mask, keys, scaling, softcap)
+    selection = choose_blocks(block_weights(logits, inputs.ring[0].shape[1]), inputs)
+    if selection.rest is not None:
+        selection.rest.logits = _logits_of(logits, selection.rest)
+    return selection
 
 
-def block_weights(
+def coarse_logits(
     query: Tensor, inputs: PagedInputs, mask: Tensor | None, keys: Iterable[Packed] | None, scaling: float | None, softcap: float | None
 ) -> Tensor:
-    """The weights of blocks, fp32 `[B, H, N]`, which add up to the number of query rows that see a quantized token."""
+    """The scores of all quantized tokens by the upper halves of their codes, where they are kept apart, under the mask: fp32 `[B, Hq, Q,
+    T]`."""
     batch, query_heads, queries, dim = query.shape
     heads, tokens = inputs.ring[0].shape[1], inputs.max_length
     if keys is None:
@@ -96,6 +101,12 @@ def block_weights(
     if inputs.rows is not None:
         place, (begin, end) = torch.arange(tokens, device=query.device), (x[:, None, None, None] for x in _range(inputs))
         logits = logits.masked_fill((place < begin) | (place >= end), MASKED_SCORE)
+    return logits
+
+
+def block_weights(logits: Tensor, heads: int) -> Tensor:
+    """The weights of blocks, fp32 `[B, H, N]`, from the scores of tokens: they add up to the number of query rows that see one."""
+    batch, _, _, tokens = logits.shape
     top = logits.amax(-1, keepdim=True)
     weights = (logits - top).exp_().masked_fill_(top <= MASKED_BELOW, 0)
     by_block = F.pad(weights, (0, -tokens % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(-1)
@@ -126,8 +137,7 @@ def _masked(logits: Tensor, inputs: PagedInputs, mask: Tensor) -> Tensor:
 
 def choose_blocks(weights: Tensor, inputs: PagedInputs) -> Selection:
     """The blocks of the largest `weights` `[B, H, N]` that have tokens which are read; of equal ones, the first."""
-    pages, budget = inputs.pages, inputs.budget
-    heads, blocks = weights.shape[1:]
+    budget, blocks = inputs.budget, weights.shape[2]
     room = budget.blocks(blocks)  # type: ignore[union-attr]
     begin, lengths = _range(inputs)
     first, end = begin // BLOCK, (lengths + BLOCK - 1) // BLOCK
@@ -136,10 +146,30 @@ def choose_blocks(weights: Tensor, inputs: PagedInputs) -> Selection:
     block = torch.arange(blocks, device=weights.device)
     exists = (block >= first[:, None, None]) & (block < end[:, None, None])
     order = weights.masked_fill(~exists, -1).argsort(dim=-1, descending=True, stable=True)[..., :room]
-    chosen = torch.where(torch.arange(room, device=weights.device) < read[:, None, None], order, blocks).sort(-1).values
-    last = (end - 1)[:, None, None]
-    missing = ((chosen == last) & (last >= 0)).sum(-1) * (end * BLOCK - lengths)[:, None]
-    block = chosen.clamp_max(max(blocks - 1, 0))
-    column = (block * BLOCK) // pages.page_size
-    entries = pages.table[:, None].expand(-1, heads, -1).gather(2, column)
-    return Selection(block.int(), entries, ((read * BLOCK)[:, None] - missing).int())
+    allowed = torch.arange(room, device=weights.device) < read[:, None, None]
+    chosen = torch.zeros_like(exists.expand_as(weights)).scatter(-1, order, allowed.expand_as(order))
+    selection = _listed(chosen, room, inputs, end, lengths)
+    if budget.coarse:  # type: ignore[union-attr]
+        selection.rest = _listed(exists & ~chosen, blocks - room, inputs, end, lengths)
+    return selection
+
+
+def _listed(chosen: Tensor, room: int, inputs: PagedInputs, end: Tensor, lengths: Tensor) -> Selection:
+    """The blocks that are `chosen`, bool `[B, H, N]`, at most `room`. `end`: the blocks of each row, `lengths`: its tokens."""
+    heads, blocks = chosen.shape[1:]
+    count = chosen.sum(-1)
+    block = torch.where(chosen, torch.arange(blocks, device=chosen.device), blocks).sort(-1).values[..., :room]
+    missing = chosen.gather(-1, (end - 1).clamp_min(0)[:, None, None].expand(-1, heads, -1))[..., 0] * (end * BLOCK - lengths)[:, None]
+    block = block.clamp_max(max(blocks - 1, 0))
+    entries = inputs.pages.table[:, None].expand(-1, heads, -1).gather(2, block * BLOCK // inputs.pages.page_size)
+    return Selection(block.int(), entries, (count * BLOCK - missing).int())
+
+
+def _logits_of(logits: Tensor, selection: Selection) -> Tensor:
+    """The `logits` `[B, Hq, Q, T]` of the tokens that are selected, -inf where there is none."""
+    batch, query_heads, queries, tokens = logits.shape
+    heads, blocks = selection.blocks.shape[1:]
+    by_block = F.pad(logits, (0, -tokens % BLOCK)).view(batch, heads, -1, logits.shape[3] + -tokens % BLOCK).unflatten(-1, (-1, BLOCK))
+    index = selection.blocks.long()[:, :, None, :, None].expand(-1, -1, by_block.shape[2], -1, BLOCK)
+    found = by_block.gather(3, index).flatten(3).masked_fill(selection.places()[:, :, None] < 0, -torch.inf)
+    return found.view(batch, query_heads, queries, blocks * BLOCK)

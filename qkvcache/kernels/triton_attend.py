@@ -192,8 +192,9 @@ def _region_tile(
     SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, ATTENTION_SUMS: tl.constexpr,
     state, queries, k_planes, k_scales, v_planes, v_scales, valid, visible, hides, column, weights, tops, place, count,
 ):  # fmt: skip
-    """Adds one tile of T quantized tokens to `state`: running maximum fp32 [R], normaliser fp32 [T, R], constant part of
-    the output fp32 [T or 16, R], and a tuple of the planes of the output, fp32 [VT, R] each. Returns the new state.
+    """Adds one tile of T quantized tokens to `state`: running maximum fp32 [R], normaliser fp32 [T, R], what all channels of the output
+    share fp32 [T, R], the sum of weights, negative, fp32 [16, R] (`_sums_weights`), and a tuple of the planes of the output, fp32 [VT, R]
+    each. Returns the new state.
 
     queries  as `query_planes` returns them
     k_planes   as of `_tile`, from the tile's first token on; k_scales as of `triton_scales.py`; K_ONCE: one scale
@@ -204,7 +205,7 @@ def _region_tile(
     """
     VW: tl.constexpr = DV // V.per
     VT: tl.constexpr = words_of_tile(V, DV)
-    m, l, z, acc = state
+    m, l, y, z, acc = state
     slot = tl.arange(0, l.shape[0])
     VN: tl.constexpr = (VW + VT - 1) // VT
     VP: tl.constexpr = V.per
@@ -235,10 +236,13 @@ def _region_tile(
         l = l * shrink[None, :] + w * unscale[:, None]
         rounded = p.to(tl.float32)  # as they multiply numbers: what is taken away for an offset must be what the offset brought
         if V.scale == "hidden":
-            z = z * shrink[None, :] - rounded * (zero + offset_of(V))[:, None]
+            y = y * shrink[None, :] - rounded * (zero + offset_of(V))[:, None]
         elif V.scale == "pair":
-            z = z * shrink[None, :] + rounded * (zero * unscale - offset_of(V) * unit_of(V))[:, None]
-        elif offset_of(V) != 0:  # the same for all tokens: a product sums weights at no conversion
+            start = zero * unscale
+            if not _sums_weights(V):
+                start -= offset_of(V) * unit_of(V)
+            y = y * shrink[None, :] + rounded * start[:, None]
+        if _sums_weights(V):  # a product sums weights at no conversion
             z = tl.dot(tl.full([16, p.shape[0]], -1 / 16, tl.float16), p, z * shrink[None, :], input_precision="ieee")
         if ATTENTION_SUMS > 0:
             keep(weights, tops, w * unscale[:, None], top, place, count, REGION_GRAIN, ATTENTION_SUMS)
@@ -260,7 +264,7 @@ def _region_tile(
                     scale = tl.where(valid[None, :], scale, 0.0)
                 v = scaled(V, v, scale)
             new = new + (tl.dot(v, p, acc[c * VP + i] * shrink[None, :], input_precision="ieee"),)
-    return top, l, z, new
+    return top, l, y, z, new
 
 
 @triton.jit
@@ -411,9 +415,9 @@ def words_of_tile(layout, head_dim):
 
 
 @triton.constexpr_function
-def _same_offset(layout):
-    """Whether all tokens have the same offset, so that one product sums the weights that it multiplies."""
-    return offset_of(layout) != 0 and layout.scale in ("fp16", "fp32")
+def _sums_weights(layout):
+    """Whether the offset is taken from the output at the end: it is the same for all tokens, or differs from plane to plane."""
+    return offset_of(layout) != 0 and (layout.scale in ("fp16", "fp32") or layout.kind == "int2")
 
 
 @triton.jit
@@ -424,26 +428,25 @@ def _empty_state(m, V: tl.constexpr, VW: tl.constexpr, VT: tl.constexpr, T: tl.c
     acc = ()
     for i in tl.static_range(TILES):
         acc = acc + (tl.zeros([VT, R], tl.float32),)
-    SUMS: tl.constexpr = 16 if _same_offset(V) else T
-    return m, tl.zeros([T, R], tl.float32), tl.zeros([SUMS, R], tl.float32), acc
+    return m, tl.zeros([T, R], tl.float32), tl.zeros([T, R], tl.float32), tl.zeros([16, R], tl.float32), acc
 
 
 @triton.jit
 def _store_region(out, state, live, V: tl.constexpr, DV: tl.constexpr, VW: tl.constexpr, VT: tl.constexpr):
     """Stores the output of a split, fp32 [R, DV], for the rows `live`, bool [R], plane after plane: `reduce_kernel` puts channels in order.
     Returns the maximum and the normaliser, fp32 [R] each."""
-    m, l, z, acc = state
+    m, l, y, z, acc = state
     R: tl.constexpr = m.shape[0]
     VP: tl.constexpr = V.per
     VN: tl.constexpr = (VW + VT - 1) // VT
-    z = tl.sum(z, 0)
-    if _same_offset(V):
-        z *= offset_of(V) * unit_of(V)
+    y = tl.sum(y, 0)
+    z = tl.sum(z, 0) * (offset_of(V) * unit_of(V))
     for c in tl.static_range(VN):
         word = c * VT + tl.arange(0, VT)
         for i in tl.static_range(VP):
             place = tl.arange(0, R)[None, :] * DV + i * VW + word[:, None]
-            tl.store(out + place, acc[c * VP + i] * unit_of(V) + z[None, :], mask=(word < VW)[:, None] & live[None, :])
+            constant = y + z * plane_offset(V, i) if _sums_weights(V) else y
+            tl.store(out + place, acc[c * VP + i] * unit_of(V) + constant[None, :], mask=(word < VW)[:, None] & live[None, :])
     return m, tl.sum(l, 0)
 
 
@@ -502,15 +505,15 @@ def place_of(table, blocks, at, live, PAGE: tl.constexpr, BASE: tl.constexpr, BL
 # What changes from step to step, or call to call, must not compile the kernel anew.
 @triton.jit(
     do_not_specialize=[
-        "scaling", "softcap", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "room", "table_b", "table_h", "rows_b",
-        "lengths_b", "lengths_h", "mask_b", "mask_h", "mask_q", "mask_t",
+        "scaling", "softcap", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "room", "before", "splits", "table_b",
+        "table_h", "rows_b", "lengths_b", "lengths_h", "mask_b", "mask_h", "mask_q", "mask_t",
     ]
 )  # fmt: skip
 def attend_kernel(
     query, region_query, rotation, signs, table, rows, lengths, items, blocks, read, k_planes, v_planes, exact, mask, part, maxima, sums,
     weights, tops,
     query_b, query_h, query_q, table_b, table_h, rows_b, lengths_b, lengths_h, exact_strides, mean_strides, mask_b, mask_h, mask_q, mask_t,
-    scaling, softcap, n_sinks, n_quantized, n_residual, least, heads, queries, room,
+    scaling, softcap, n_sinks, n_quantized, n_residual, least, heads, queries, room, before, splits,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
     TX: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr, COUNTED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
     k_strides: tl.constexpr, v_strides: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
@@ -548,12 +551,12 @@ def attend_kernel(
     scaling, softcap   factor and cap of scores
     n_sinks, n_quantized, n_residual   tokens, the same for all rows; COUNTED: slots of sinks and of a ring, and a bound on quantized tokens
     least          of a split, in tokens: a multiple of T          TX       exact tokens of a tile
+    before, splits   of other launches before those of this one in `part`, `maxima` and `sums`, and of all
     TURN           factor of the rotation                          CAUSAL   whether the last `queries` tokens are the queries' own
     """
     split = tl.program_id(0)
     block = tl.program_id(1)
     bh = tl.program_id(2)
-    splits = tl.num_programs(0)
     b = (bh // heads).to(tl.int64)
     h = bh % heads
     is_exact = EXACT and split == 0
@@ -592,11 +595,11 @@ def attend_kernel(
     visible = mask, mask_rows, mask_t, newest, softcap
     if not ITEMS:  # the first tile begins at a multiple of T, so that no tile crosses a page
         origin = first_token // T * T
-        each = _tiles_of_split(tl.maximum(length - origin, 0), tl.maximum(splits - EXACT, 1), least, T)
+        each = _tiles_of_split(tl.maximum(length - origin, 0), tl.maximum(tl.num_programs(0) - EXACT, 1), least, T)
         low = tl.multiple_of(origin + (split - EXACT) * each, T)
         high = tl.minimum(low + each, length)
     panel = (bh * tl.num_programs(1) + block).to(tl.int64)
-    out = part + (panel * splits + split) * (R * DV)
+    out = part + (panel * splits + before + split) * (R * DV)
     m = tl.full([R], MASKED_SCORE, tl.float32)
     l = tl.zeros([R], tl.float32)
     q_rows = b * query_b + head * query_h + number * query_q
@@ -683,6 +686,6 @@ def attend_kernel(
                     shift + token - at + tl.minimum(tl.maximum(place, first_token), high - 1), weights, tops, at, tl.minimum(high - at, T),
                 )  # fmt: skip
         m, l = _store_region(out, state, live, V, DV, VW, VT)
-    entry = (bh * tl.num_programs(1) + block) * splits * R + split * R + tl.arange(0, R)
+    entry = ((bh * tl.num_programs(1) + block) * splits + before + split) * R + tl.arange(0, R)
     tl.store(maxima + entry, m)
     tl.store(sums + entry, l)

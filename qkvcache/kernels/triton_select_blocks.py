@@ -119,21 +119,34 @@ def score_blocks_kernel(
             tl.store(scores + at[:, None] * (G * queries) + r[None, :], sums, mask=(at < end)[:, None] & live[None, :])
 
 
+@triton.jit
+def _list(chosen, entry, count, end, missing, blocks, entries, read, BLOCK: tl.constexpr):
+    """Stores the numbers of the `count` blocks that are `chosen`, bool [N], their entries, and their tokens, of which the block before
+    `end` lacks `missing`."""
+    i = tl.arange(0, chosen.shape[0])
+    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(blocks + place, i, mask=chosen)
+    tl.store(entries + place, entry, mask=chosen)
+    partial = tl.sum((chosen & (i == end - 1)).to(tl.int32), 0)
+    tl.store(read, count * BLOCK - partial * missing)
+
+
 @triton.jit(
     do_not_specialize=[
         "n_quantized", "tokens", "share", "heads", "queries", "room", "chosen_room", "table_b", "rows_b", "lengths_b",
     ]
 )  # fmt: skip
 def choose_blocks_kernel(
-    scores, table, rows, lengths, blocks, entries, read,
+    scores, table, rows, lengths, blocks, entries, read, rest_blocks, rest_entries, rest_read,
     table_b, rows_b, lengths_b, n_quantized, tokens, share, heads, queries, room, chosen_room,
     N: tl.constexpr, PAGE: tl.constexpr, COUNTED: tl.constexpr, ARCH: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """The blocks of the largest weights, one program for a row and KV head. Grid (B * H).
 
     scores         of `score_blocks_kernel`; `queries`: rows of queries, G * Q; N: a power of two, at least the blocks of a row
     blocks, entries, read   `pages.Selection`, `chosen_room` blocks
+    rest_blocks, rest_entries, rest_read   the same of the others, `room - chosen_room` blocks; written with REST
     """
     bh = tl.program_id(0)
     b = (bh // heads).to(tl.int64)
@@ -165,13 +178,12 @@ def choose_blocks_kernel(
         equal = key == threshold
         missing = count - tl.sum(above.to(tl.int32), 0)
         chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= missing))
-    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    blocks += bh * chosen_room
-    entries += bh * chosen_room
-    tl.store(blocks + place, i, mask=chosen)
-    tl.store(entries + place, tl.load(table + b * table_b + i * BLOCK // PAGE, mask=chosen, other=0), mask=chosen)
-    partial = tl.sum((chosen & (i == end - 1)).to(tl.int32), 0)
-    tl.store(read + bh, count * BLOCK - partial * (end * BLOCK - length))
+    entry = tl.load(table + b * table_b + i * BLOCK // PAGE, mask=exists, other=0)
+    missing = end * BLOCK - length
+    _list(chosen, entry, count, end, missing, blocks + bh * chosen_room, entries + bh * chosen_room, read + bh, BLOCK)
+    if REST:
+        others, at = exists & (chosen == 0), bh * (room - chosen_room)
+        _list(others, entry, stored - count, end, missing, rest_blocks + at, rest_entries + at, rest_read + bh, BLOCK)
 
 
 def stages_of(layout: PackedLayout) -> int:
@@ -206,11 +218,9 @@ def select_blocks(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None
     row_blocks = -(-rows // small)
     parts = min(max(processors * PROGRAMS // (panels * row_blocks), 1), -(-inputs.max_length // LEAST_SPLIT))
     scores = torch.empty(panels * room * rows, dtype=torch.float32, device=query.device)
-    selection = Selection(
-        torch.empty(plan.batch, plan.heads, chosen, dtype=torch.int32, device=query.device),
-        torch.empty(plan.batch, plan.heads, chosen, dtype=pages.table.dtype, device=query.device),
-        torch.empty(plan.batch, plan.heads, dtype=torch.int32, device=query.device),
-    )
+    selection = _selection(plan.batch, plan.heads, chosen, pages.table)
+    if budget.coarse:  # type: ignore[union-attr]
+        selection.rest = _selection(plan.batch, plan.heads, room - chosen, pages.table)
     table, score = (pages.index or pages).table, plan.score
     if score is None:
         sizes = {"R": small, "T": TILE, "BLOCK": BLOCK, "WHOLE": WHOLE, "num_warps": 1}
@@ -220,12 +230,21 @@ def select_blocks(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None
         args.empty if splits is None else splits.items, call.mask, scores, table, *call.query.stride()[:3], table.stride(0),
         *call.mask_strides, call.scaling, call.softcap, inputs.max_length, *wanted, room, held=call.held,
     )  # fmt: skip
-    choose = _choosing(query.device, max(triton.next_power_of_2(room), 32), pages.page_size, args.constants["COUNTED"], arch)
+    coarse, counted = selection.rest is not None, args.constants["COUNTED"]
+    choose = _choosing(query.device, max(triton.next_power_of_2(room), 32), pages.page_size, counted, arch, coarse)
+    written = (x for each in (selection, selection.rest or selection) for x in (each.blocks, each.entries, each.lengths))
     choose(
-        (panels, 1, 1), scores, pages.table, selection.blocks, selection.entries, selection.lengths, call.strides[0], inputs.max_length,
-        *wanted, plan.heads, rows, room, chosen, held=call.held,
+        (panels, 1, 1), scores, pages.table, *written, call.strides[0], inputs.max_length, *wanted, plan.heads, rows, room, chosen,
+        held=call.held,
     )  # fmt: skip
     return selection
+
+
+def _selection(batch: int, heads: int, blocks: int, table: Tensor) -> Selection:
+    """Room for up to so many blocks, which a kernel writes."""
+    shape, device = (batch, heads, blocks), table.device
+    numbers = torch.empty(shape, dtype=torch.int32, device=device), torch.empty(shape, dtype=table.dtype, device=device)
+    return Selection(*numbers, torch.empty(batch, heads, dtype=torch.int32, device=device))
 
 
 OF_SCORES = (
@@ -233,12 +252,14 @@ OF_SCORES = (
     "scaling", "softcap", "n_quantized", "tokens", "share", "room",
 )  # fmt: skip
 OF_CHOICE = (
-    "scores", "table", "blocks", "entries", "read", "table_b", "n_quantized", "tokens", "share", "heads", "queries", "room", "chosen_room",
+    "scores", "table", "blocks", "entries", "read", "rest_blocks", "rest_entries", "rest_read", "table_b", "n_quantized", "tokens", "share",
+    "heads", "queries", "room", "chosen_room",
 )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=64)
-def _choosing(device: torch.device, blocks: int, page_size: int, counted: bool, arch: int) -> Launcher:
+def _choosing(device: torch.device, blocks: int, page_size: int, counted: bool, arch: int, coarse: bool) -> Launcher:
     """Launches of `choose_blocks_kernel` for up to `blocks` blocks."""
     constants = {"N": blocks, "PAGE": page_size, "COUNTED": counted, "ARCH": arch, "BITS": BITS, "BLOCK": BLOCK, "WHOLE": WHOLE}
+    constants |= {"REST": coarse}
     return Launcher(choose_blocks_kernel, device, OF_CHOICE, OF_INPUTS, **constants, num_warps=min(max(blocks // 256, 4), 32))
