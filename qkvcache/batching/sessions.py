@@ -76,8 +76,8 @@ class Sessions:
         """The names of the complete pages of running requests."""
         self._copier, self._writers, self._fetcher, self._readers = map(ThreadPoolExecutor, (1, WRITERS, 1, THREADS))
         self._copies: Future | None = None
-        self._lock, self._unwritten = Lock(), 0
-        """`_unwritten`: the bytes of pages that wait to be written."""
+        self._lock, self.unwritten = Lock(), 0
+        """`unwritten`: the bytes of pages that wait to be written."""
 
     # Fetching.
 
@@ -168,16 +168,16 @@ class Sessions:
         if self.pages.directory is None:
             return
         with self._lock:
-            if self._unwritten and self._unwritten + page.nbytes > self.pages.memory.max_bytes:
+            if self.unwritten and self.unwritten + page.nbytes > self.pages.memory.max_bytes:
                 warnings.warn("pages are not written to the store: the disk is slower than the requests", stacklevel=2)
                 return
-            self._unwritten += page.nbytes
+            self.unwritten += page.nbytes
         self._writers.submit(self._write, name, page, now, index)
 
     def _write(self, name: bytes, page: HostSnapshot, now: int, index: int) -> None:
         reason = self.pages.write(name, page, now, index)
         with self._lock:
-            self._unwritten -= page.nbytes
+            self.unwritten -= page.nbytes
             self._counters.pages_written += reason is None
         if reason is not None:
             warnings.warn(f"a page is not written to the store: {reason}", stacklevel=2)

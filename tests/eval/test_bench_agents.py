@@ -1,0 +1,44 @@
+"""The benchmark of agents runs on a CPU, and its rows are shown."""
+
+import importlib
+import json
+
+import pytest
+import transformers
+from packaging.version import Version
+
+if Version(transformers.__version__) < Version("5.19"):
+    pytest.skip("transformers has no page allocators", allow_module_level=True)
+
+bench = importlib.import_module("bench_agents")
+
+
+def test_sessions_have_the_lengths_that_are_said():
+    load = bench.Load(1, 100)
+    lengths = sorted(load.around(5_200) for _ in range(999))
+    assert 4_500 < lengths[499] < 6_000 and lengths[0] > 1_000 and lengths[-1] < 25_000
+    agent = bench.Agent(bench.Load(100, 100, turns=4), begun=False)
+    turns, prompts = agent.turns, [agent.history]
+    for _ in range(turns - 1):
+        agent.answered([7])
+        prompts.append(agent.history)
+    assert all(later[: len(before) + 1] == [*before, 7] for before, later in zip(prompts, prompts[1:], strict=False))
+    agent.answered([7])
+    assert agent.turn == 0 and agent.history[: len(prompts[0])] != prompts[0]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:continuous batching on compressed pages has no kernels")
+def test_it_measures_and_shows(tmp_path, capsys):
+    out = tmp_path / "agents.jsonl"
+    bench.main(["--tiny", "--device", "cpu", "--seconds", "1", "--out", str(out)])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert not any("failed" in row for row in rows), rows
+    sessions, restarts = rows[:3], rows[3:]
+    assert [row["cache"] for row in sessions] == ["identity", "turboquant_4bit_nc", "stock"]
+    assert all(row["answered"] > 3 and 0 < row["reused"] < 1 and row["ttft_later"] > 0 for row in sessions)
+    assert [row["cache"] for row in restarts] == ["identity", "turboquant_4bit_nc"]
+    assert all(row["computed_ms"] > row["files_ms"] for row in restarts)
+    capsys.readouterr()
+    bench.main(["--markdown", "--out", str(out)])
+    assert capsys.readouterr().out.count("| `turboquant_4bit_nc` |") == 1
