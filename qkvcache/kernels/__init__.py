@@ -9,6 +9,8 @@ from .dispatch import (
     attend_on_codes,
     attend_pages,
     attends_in_tiles,
+    compile_step,
+    compiles_step,
     copy_index,
     dense,
     dequantize_pages,

@@ -99,6 +99,32 @@ def prepare(codecs: tuple[Codec, Codec], dims: tuple[int, int], dtype: torch.dty
             table_of(layout, token.bfloat16())  # for dequantizing
 
 
+_STEPS: set[tuple] = set()
+"""What `compile_step` has compiled for."""
+
+
+def _kind_of_step(inputs: PagedInputs) -> tuple:
+    return *inputs.pages.numbers[:2], *((x.shape[1], x.shape[3], x.dtype, x.device) for x in inputs.ring)
+
+
+def compiles_step(inputs: PagedInputs) -> bool:
+    """Whether `compile_step` would compile something for these inputs."""
+    return on_triton(inputs.ring[0].device) and _kind_of_step(inputs) not in _STEPS
+
+
+def compile_step(inputs: PagedInputs, query: Tensor, mask: Tensor | None, **options: Unpack[Options]) -> None:
+    """Begins to compile, in other threads, what a step of one token launches: storing it, and attention of `query`, `[B, Hq, 1, D]`, under
+    `mask` to `inputs`. Does so once for layers that are alike."""
+    _STEPS.add(_kind_of_step(inputs))
+    if not _module("fused").supports(inputs, query):
+        return
+    key, value = (x[:, :, :1] for x in inputs.ring)
+    with _module("launch").compiling_ahead():
+        if launch := launch_of_step(inputs, (key, value)):
+            launch((key, value))
+        _module("fused").attend_pages(query, inputs, mask, **options)
+
+
 def fuses(query: Tensor, inputs: PagedInputs | None) -> bool:
     """Whether the fused kernel attends to these inputs. Warns once if kernels are on and it cannot."""
     if inputs is None or not on_triton(query.device):

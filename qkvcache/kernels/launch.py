@@ -7,7 +7,11 @@ Triton's own launch returned for arguments of the same kinds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from functools import cache
 from operator import itemgetter
 from types import NoneType
 from typing import Any
@@ -60,6 +64,31 @@ class Held:
 NOTHING = Held()
 
 
+class _Ahead(threading.local):
+    on = False
+
+
+_AHEAD = _Ahead()
+_COMPILING: dict[Any, Future] = {}
+"""Kernels that other threads compile."""
+
+
+@contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """Launches by `Launcher` within, in this thread, compile their kernels in other threads, and run nothing. The first launch after them
+    waits for its kernel."""
+    _AHEAD.on = True
+    try:
+        yield
+    finally:
+        _AHEAD.on = False
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(4, "qkvcache-compile")
+
+
 class Launcher:
     """Launches of one kernel.
 
@@ -84,6 +113,10 @@ class Launcher:
 
     def __call__(self, grid: tuple[int, int, int], *values: Any, held: Held = NOTHING) -> None:
         """Launches the kernel on the current stream of its device."""
+        if _AHEAD.on:
+            if self.direct and self.kernel not in _COMPILING:
+                _COMPILING[self.kernel] = _pool().submit(self._compile, grid, self._named(values, held))
+            return
         if not self.direct:
             with torch.cuda.device(self.index):
                 self._launch(grid, values, held)
@@ -110,8 +143,20 @@ class Launcher:
 
     def _launch(self, grid: tuple[int, int, int], values: Sequence[Any], held: Held) -> Any:
         """Launches the kernel as Triton does, which returns the compiled kernel."""
-        given = dict(zip(self.given, values, strict=True)) | {name: held.values[name] for name in self.names}
-        return self.kernel[grid](**given, **self.fixed)
+        if compiling := _COMPILING.pop(self.kernel, None):
+            wait([compiling])  # its errors are this launch's
+        return self.kernel[grid](**self._named(values, held), **self.fixed)
+
+    def _named(self, values: Sequence[Any], held: Held) -> dict[str, Any]:
+        return dict(zip(self.given, values, strict=True)) | {name: held.values[name] for name in self.names}
+
+    def _compile(self, grid: tuple[int, int, int], named: dict[str, Any]) -> None:
+        """Compiles the kernel, and the code that launches it, of which Triton keeps both. Calls no CUDA but what says the device: a graph
+        may be captured meanwhile."""
+        with torch.cuda.device(self.index):
+            compiled = self.kernel.warmup(**named, **self.fixed, grid=grid)
+            if host := getattr(driver.active, "launcher_cls", None):
+                host(compiled.src, compiled.metadata)
 
 
 def _callable(kernel: Any) -> bool:

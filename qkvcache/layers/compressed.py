@@ -15,12 +15,13 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.compressed_kv import NO_COLUMNS, CompressedKV
+from ..attention.masks import kernel_options
 from ..attention.padding import PlainAttention, await_attention
 from ..attention.uncompiled import uncompiled
 from ..formats import Identity
 from ..formats.base import Codec, Format
 from ..formats.int8 import SymmetricInt8
-from ..kernels import AttentionBudget, AttentionInputs, Pair, dense, prepare, step, unfold
+from ..kernels import AttentionBudget, AttentionInputs, PagedInputs, Pair, compile_step, compiles_step, dense, prepare, step, unfold
 from ..storage import Storage, attention_inputs_of, check_room, differ
 
 KeysAndValues = tuple[Tensor | CompressedKV, Tensor | CompressedKV]
@@ -226,7 +227,8 @@ class CompressedLayer(CacheLayerMixin):
             check_room(0, key_states.shape[2], self.max_length)
         self.lazy_initialization(key_states, value_states)
         self.pending, self.empty = (key_states.detach(), value_states.detach()), False
-        if self.storage.tokens.has_statistics:  # type: ignore[union-attr]
+        storage: Storage = self.storage  # type: ignore[assignment]
+        if storage.tokens.has_statistics or (self.latents is None and compiles_step(storage.inputs)):
             await_attention(key_states, self.store_pending)
         else:
             self.commit()
@@ -249,9 +251,17 @@ class CompressedLayer(CacheLayerMixin):
         if new is not None and storage is not None:
             storage.reserve(new[0].shape[2])
             storage.tokens.calibrate(new, attention and attention.is_valid())
+            if attention is not None and self.latents is None and compiles_step(storage.inputs):
+                self._compile_step(storage.inputs, attention)
             storage.append(new)
             if self.offload_pending:
                 self.offload()
+
+    def _compile_step(self, inputs: PagedInputs, attention: PlainAttention) -> None:
+        """Begins to compile the kernels of the next step, which is taken to be of one token with attention like that of the prompt."""
+        query, mask = attention.query[:, :, -1:], attention.mask
+        mask = mask[:, :, -1:] if isinstance(mask, Tensor) and mask.dim() == 4 else None
+        compile_step(inputs, query, mask, **kernel_options(attention.implementation, query, attention.keywords))
 
     @uncompiled("codes in storage that grows")
     def _update_uncompiled(self, key_states: Tensor, value_states: Tensor) -> KeysAndValues:

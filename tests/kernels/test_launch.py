@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from threading import Event, Timer, current_thread
 from types import SimpleNamespace
 
 import numpy
@@ -188,3 +189,26 @@ def test_other_releases_and_gpus_are_left_to_triton(gpu, monkeypatch):
         assert not launcher().direct
     monkeypatch.setattr(module, "_KNOWN", ("no_such_name",))
     assert not launcher().direct
+
+
+def test_kernels_compile_ahead_in_other_threads(gpu, monkeypatch):
+    """Nothing runs; the first launch waits for its kernel, and finds it."""
+    threads, begin, compile_ = [], Event(), gpu.compile
+
+    def slowly(*args):
+        threads.append(current_thread())
+        begin.wait()
+        return compile_(*args)
+
+    monkeypatch.setattr(gpu, "compile", slowly)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    launch = launcher()
+    with module.compiling_ahead():
+        for _ in range(2):
+            launch(GRID, *PLAIN, held=held())
+    Timer(0.05, begin.set).start()
+    launch(GRID, *PLAIN, held=held())
+    assert len(threads) == 1 and threads[0] is not current_thread() and len(gpu.ran) == 1
+    with module.compiling_ahead():
+        launch(GRID, *PLAIN, held=held())
+    assert len(gpu.ran) == 1
