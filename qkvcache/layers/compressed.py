@@ -260,7 +260,7 @@ class CompressedLayer(CacheLayerMixin):
     def _compile_step(self, inputs: PagedInputs, attention: PlainAttention) -> None:
         """Begins to compile the kernels of the next step, which is taken to be of one token with attention like that of the prompt."""
         query, mask = attention.query[:, :, -1:], attention.mask
-        mask = mask[:, :, -1:] if isinstance(mask, Tensor) and mask.dim() == 4 else None
+        mask = mask[:, :, -1:].clone() if isinstance(mask, Tensor) and mask.dim() == 4 else None  # aligned, as that of a step
         compile_step(inputs, query, mask, **kernel_options(attention.implementation, query, attention.keywords))
 
     @uncompiled("codes in storage that grows")
