@@ -34,6 +34,7 @@ from qkvcache.kernels import (  # noqa: E402
     triton_attend_latents,
     triton_dequantize,
     triton_evict,
+    triton_fetch_blocks,
     triton_gather,
     triton_lag_spread,
     triton_quadratic_form,
@@ -227,6 +228,24 @@ def choosing(blocks: int, target: str) -> Job:
     }
     constants["ARCH"] = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
     return Job(f"choose blocks {blocks}", triton_select_blocks.choose_blocks_kernel, types, constants, target, {"num_warps": 16})
+
+
+def fetching(target: str) -> Iterator[Job]:
+    """The slots of chosen blocks, and copies of blocks in 4 bits of 128 channels."""
+    heads, sizes = 8, {"PAGE": PAGE, "BASE": ANCHOR, "BLOCK": BLOCK}
+    types: dict[str, str | Types] = {"entries": "*i64", "pages": "*i64", "table": "*i64", "index": "*i64"}
+    types |= dict.fromkeys(("blocks", "read", "held", "hands", "lengths", "missing", "counts"), "*i32")
+    widths = 32, 32, 2, 32, 32, 4
+    planes = dict.fromkeys(("WORDS",), tuple(BLOCK * n // 8 for n in widths))
+    planes["STRIDES"] = tuple((8, PAGE * n // 8, 160, 0) for n in widths)
+    kernels = triton_fetch_blocks
+    placed = {"N": 128, "S": 256, "STEPS": 8, "COUNTED": True, "BLOCK": BLOCK}
+    yield Job("place blocks", kernels.place_blocks_kernel, types, placed, target, {"num_warps": 4})
+    types["planes"] = ("*u8", "*u8", "*u8", "*u8", "*fp16", "*fp16") * 2
+    yield Job("copy blocks", kernels.copy_blocks_kernel, types, sizes | planes, target, {"num_warps": 2})
+    index = {name: x[1:3] for name, x in planes.items()}
+    types["planes"] = "*u8", "*u8", "*fp16", "*fp16"
+    yield Job("copy index", kernels.copy_index_kernel, types, sizes | index | {"COUNTED": True}, target, {"num_warps": 1})
 
 
 def queries_of_latents(target: str) -> Job:
@@ -447,6 +466,7 @@ def jobs(everything: bool) -> Iterator[Job]:
                 yield attention_in_tiles(format, 128, target, 128)
         yield queries_of_latents(target)
         yield choosing(4096, target)
+        yield from fetching(target)
         for format in ("turboquant_4bit_nc",) if few else ("int8", "turboquant_4bit_nc"):
             yield storing(format, 512, 1, target, heads=1)
             yield storing(format, 512, 512, target, heads=1)
