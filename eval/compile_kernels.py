@@ -232,9 +232,9 @@ def choosing(blocks: int, target: str) -> Job:
 
 def fetching(target: str) -> Iterator[Job]:
     """The slots of chosen blocks, and copies of blocks in 4 bits of 128 channels."""
-    heads, sizes = 8, {"PAGE": PAGE, "BASE": ANCHOR, "BLOCK": BLOCK}
+    sizes = {"PAGE": PAGE, "BASE": ANCHOR, "BLOCK": BLOCK}
     types: dict[str, str | Types] = {"entries": "*i64", "pages": "*i64", "table": "*i64", "index": "*i64"}
-    types |= dict.fromkeys(("blocks", "read", "held", "hands", "lengths", "missing", "counts"), "*i32")
+    types |= dict.fromkeys(("blocks", "read", "kept", "hands", "lengths", "missing", "counts"), "*i32")
     widths = 32, 32, 2, 32, 32, 4
     planes = dict.fromkeys(("WORDS",), tuple(BLOCK * n // 8 for n in widths))
     planes["STRIDES"] = tuple((8, PAGE * n // 8, 160, 0) for n in widths)

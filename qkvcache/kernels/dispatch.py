@@ -284,7 +284,7 @@ def copy_index(pages: Pages, tokens: int, begin: int | None = None) -> None:
     """Copies what chooses blocks into `pages.index`, if there is one: of `tokens` tokens from `begin` on; None: of the last ones, as the
     device counts."""
     if pages.index is not None and tokens:
-        _module("triton_fetch_blocks").copy_index(pages, tokens, begin)
+        _module("triton_fetch_blocks").index_of(pages, tokens, begin)()
 
 
 def step(inputs: PagedInputs, x: Pair) -> None:
@@ -309,10 +309,11 @@ def launch_of_step(inputs: PagedInputs, x: Pair) -> Callable[[Pair], None] | Non
     launch = _module("triton_step").launch_of_step(inputs, x)
     if inputs.pages.index is None:
         return launch
+    copy = _module("triton_fetch_blocks").index_of(inputs.pages, x[0].shape[2], None)
 
     def stored(x: Pair) -> None:
         launch(x)
-        copy_index(inputs.pages, x[0].shape[2])
+        copy()
 
     return stored
 

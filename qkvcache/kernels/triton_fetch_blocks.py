@@ -5,7 +5,10 @@ since one takes as long as a thousand instructions."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from ..formats.base import Codes
 from .fetch_blocks import cache_of, over_slots
+from .launch import Launcher
 from .pages import BLOCK, PagedInputs, Pages, Selection
 
 PROGRAMS = 32
@@ -24,13 +28,13 @@ WORD = 8
 
 @triton.jit(do_not_specialize=["room", "slots", "n_quantized", "lengths_b", "heads"])
 def place_blocks_kernel(
-    blocks, read, held, hands, lengths, entries, missing, counts, room, slots, n_quantized, lengths_b, heads,
+    blocks, read, kept, hands, lengths, entries, missing, counts, room, slots, n_quantized, lengths_b, heads,
     N: tl.constexpr, S: tl.constexpr, STEPS: tl.constexpr, COUNTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The slots of chosen blocks, one program for a row and KV head. Grid (B * H).
 
     blocks, read   `pages.Selection`, `room` blocks            N, S   powers of two, at least `room` and `slots`; STEPS: at least log2(room)
-    held, hands    `pages.BlockCache`, `slots` slots
+    kept, hands    `pages.BlockCache`, `slots` slots
     entries        int64 or int32 [B * H, room]: the slots over all rows and heads
     missing        int32 [B * H, room]: the places in `blocks` of those that must be copied, `counts` int32 [B * H] of them
     """
@@ -41,12 +45,12 @@ def place_blocks_kernel(
     blocks += bh * room
     entries += bh * room
     missing += bh * room
-    held += bh * slots
+    kept += bh * slots
     chosen = tl.cdiv(tl.load(read + bh), BLOCK)
     hand = tl.load(hands + bh)
     o = tl.arange(0, S)
     slot = (hand + o) % slots
-    mine = tl.load(held + slot, mask=o < slots, other=-1)
+    mine = tl.load(kept + slot, mask=o < slots, other=-1)
     low = tl.zeros([S], tl.int32)
     high = low + chosen
     for _ in range(STEPS):  # blocks ascend
@@ -73,7 +77,7 @@ def place_blocks_kernel(
     block = tl.load(blocks + i, mask=misses > 0, other=0)
     tl.store(missing + rank, i, mask=misses > 0)
     tl.store(entries + i, new + bh * slots, mask=misses > 0)
-    tl.store(held + new, tl.where((block + 1) * BLOCK <= length, block, -1), mask=misses > 0)
+    tl.store(kept + new, tl.where((block + 1) * BLOCK <= length, block, -1), mask=misses > 0)
     tl.store(counts + bh, count)
     tl.store(hands + bh, (hand + tl.max(tl.where(taken, o + 1, 0), 0)) % slots)
 
@@ -150,12 +154,12 @@ def copy_index_kernel(
         _copy_block(planes, page, h, token % PAGE, target, h, token % PAGE, WORDS, STRIDES, BLOCK)
 
 
-def _planes(source: Codes, target: Codes) -> tuple[tuple[Tensor, ...], dict[str, tuple]]:
+def _planes(source: Codes, target: Codes) -> dict[str, tuple]:
     """The arguments of `_copy_block` for the planes of `target`."""
     pairs = [(source[name], plane) for name, plane in target.items()]
     words = tuple(BLOCK * plane.shape[3] * plane.itemsize // WORD for _, plane in pairs)
     strides = tuple(tuple(n for x in pair for n in _strides(x)) for pair in pairs)
-    return tuple(x for pair in pairs for x in pair), {"WORDS": words, "STRIDES": strides}
+    return {"planes": tuple(x for pair in pairs for x in pair), "WORDS": words, "STRIDES": strides}
 
 
 def _strides(plane: Tensor) -> tuple[int, int]:
@@ -167,39 +171,44 @@ def _named(sides: tuple[Codes, Codes]) -> Codes:
     return {f"{side}.{name}": x for side, planes in enumerate(sides) for name, x in planes.items()}
 
 
+OF_PLACES = "blocks", "read", "lengths", "entries", "missing", "counts", "room", "n_quantized", "lengths_b"
+OF_COPIES = "blocks", "pages", "missing", "counts", "entries", "room"
+
+
 def fetch_blocks(inputs: PagedInputs, selection: Selection) -> PagedInputs:
     """Run `fetch_blocks.fetch_blocks` on the device."""
     cache, pages, (batch, heads, room) = cache_of(inputs), inputs.pages, selection.blocks.shape
-    slots, counted = cache.blocks.shape[2], inputs.rows is not None
-    if "fetch" not in cache.launches:
-        cache.launches["fetch"] = _planes(_named(pages.planes), _named(cache.pages.planes))
-    planes, constants = cache.launches["fetch"]
+    counted, most = inputs.rows is not None, triton.next_power_of_2(room)
+    if (counted, most) not in cache.launches:
+        planes, slots, device = _planes(_named(pages.planes), _named(cache.pages.planes)), cache.blocks.shape[2], cache.blocks.device
+        sizes = {"N": most, "S": triton.next_power_of_2(slots), "STEPS": most.bit_length(), "COUNTED": counted, "BLOCK": BLOCK}
+        fixed: dict[str, Any] = {"kept": cache.blocks, "hands": cache.hands, "slots": slots, "heads": heads, "num_warps": 4}
+        of_pages = {"PAGE": pages.page_size, "BASE": pages.firsts[0], "num_warps": 2}
+        cache.launches[counted, most] = (
+            Launcher(place_blocks_kernel, device, OF_PLACES, **fixed | sizes),
+            Launcher(copy_blocks_kernel, device, OF_COPIES, **planes | fixed | sizes | of_pages),
+        )
+    place, copy = cache.launches[counted, most]
     entries, missing = torch.empty_like(selection.entries), torch.empty_like(selection.blocks)
     counts = torch.empty_like(selection.lengths)
     lengths: Tensor = pages.lengths if counted else selection.lengths  # type: ignore[assignment]
-    with torch.cuda.device_of(entries):
-        place_blocks_kernel[(batch * heads,)](
-            selection.blocks, selection.lengths, cache.blocks, cache.hands, lengths, entries, missing, counts, room, slots,
-            inputs.max_length, lengths.stride(0), heads, N=triton.next_power_of_2(room), S=triton.next_power_of_2(slots),
-            STEPS=room.bit_length(), COUNTED=counted, BLOCK=BLOCK, num_warps=4,
-        )  # fmt: skip
-        copy_blocks_kernel[(min(room, PROGRAMS), batch * heads)](
-            planes, selection.blocks, selection.entries, missing, counts, entries, room, heads, **constants, PAGE=pages.page_size,
-            BASE=pages.firsts[0], BLOCK=BLOCK, num_warps=2,
-        )  # fmt: skip
+    place(
+        (batch * heads, 1, 1), selection.blocks, selection.lengths, lengths, entries, missing, counts, room, inputs.max_length,
+        lengths.stride(0),
+    )  # fmt: skip
+    copy((min(room, PROGRAMS), batch * heads, 1), selection.blocks, selection.entries, missing, counts, entries, room)
     return over_slots(inputs, replace(selection, entries=entries))
 
 
-def copy_index(pages: Pages, tokens: int, begin: int | None = None) -> None:
-    """Copies what chooses blocks into `pages.index`: of `tokens` tokens from `begin` on; None: of the last ones, as the device counts."""
+def index_of(pages: Pages, tokens: int, begin: int | None) -> Callable[[], None]:
+    """A function that copies what chooses blocks into `pages.index`: of `tokens` tokens from `begin` on; None: of the last ones, as the
+    device counts. All arguments are prepared."""
     index: Pages = pages.index  # type: ignore[assignment]
-    planes, constants = _planes(pages.planes[0], index.planes[0])
-    heads = max(plane.shape[1] for plane in pages.planes[0].values())
-    counted = begin is None
+    heads, counted = max(plane.shape[1] for plane in pages.planes[0].values()), begin is None
     lengths: Tensor = pages.lengths if counted else pages.table  # type: ignore[assignment]
-    grid = (-(-tokens // BLOCK) + 1, len(pages.table) * heads)
-    with torch.cuda.device_of(pages.table):
-        copy_index_kernel[grid](
-            planes, pages.table, index.table, lengths, begin or 0, tokens, pages.table.stride(0), index.table.stride(0), lengths.stride(0),
-            heads, **constants, PAGE=pages.page_size, BASE=pages.firsts[0], BLOCK=BLOCK, COUNTED=counted, num_warps=1,
-        )  # fmt: skip
+    run = Launcher(
+        copy_index_kernel, pages.table.device, (), table=pages.table, index=index.table, lengths=lengths, begin=begin or 0, tokens=tokens,
+        table_b=pages.table.stride(0), index_b=index.table.stride(0), lengths_b=lengths.stride(0), heads=heads, PAGE=pages.page_size,
+        BASE=pages.firsts[0], BLOCK=BLOCK, COUNTED=counted, num_warps=1, **_planes(pages.planes[0], index.planes[0]),
+    )  # fmt: skip
+    return functools.partial(run, (-(-tokens // BLOCK) + 1, len(pages.table) * heads, 1))

@@ -119,7 +119,7 @@ def test_the_index_has_the_keys_that_choose_blocks(begin):
     assert planes.keys() == {"high", "scale"}
     table = torch.randperm(len(planes["high"]), device=DEVICE)[: pages.table.numel()].view_as(pages.table)
     index = replace(pages, slabs=[(planes, {})], table=table, lengths=None)
-    triton_fetch_blocks.copy_index(replace(pages, index=index), tokens, begin)
+    triton_fetch_blocks.index_of(replace(pages, index=index), tokens, begin)()
     for b, length in enumerate(lengths):
         first, used = max(length - tokens, 0) if begin is None else begin, -(-length // 64)
         for name, plane in planes.items():
