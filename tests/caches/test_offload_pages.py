@@ -78,7 +78,7 @@ def change(pair: list[CompressedLayer], what: str) -> list[CompressedLayer]:
         return [layer.fork() for layer in pair]
     for layer in pair:
         if what == "crop":
-            layer.crop(-20)
+            layer.crop(-50)
         elif what == "reorder":
             layer.reorder_cache(torch.tensor([1, 0]))
         elif what == "select":
@@ -94,10 +94,10 @@ def test_tokens_that_change_are_fetched_anew(what, length, backend, monkeypatch)
     """After a crop, blocks have other tokens; and so on."""
     monkeypatch.setenv("QKVCACHE_KERNELS", backend)
     pair = layers(max_length=length)
-    step(pair, 130), step(pair, 1), step(pair, 3)
+    step(pair, 140), step(pair, 1), step(pair, 3)
     before, pair, rows = pair, change(pair, what), 3 if what == "select" else 2
     if what in ("crop", "reset"):
-        step(pair, 16 if what == "crop" else 120)
+        step(pair, 50 if what == "crop" else 120)
     step(pair, 1, rows), step(pair, 1, rows)
     if what in ("fork", "copy"):
         step(before, 2)

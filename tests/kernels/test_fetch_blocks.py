@@ -76,11 +76,10 @@ def test_blocks_that_are_held_are_not_copied_again():
         plane.view(torch.uint8).fill_(7)
     after = fetch_blocks(inputs, selection := chosen(inputs, 0, 2, 3))
     for side in (0, 1):
-        for name, codes in before.gather(side)[0].items():
-            held, now = codes.view(torch.uint8), after.gather(side)[0][name].view(torch.uint8)
-            if codes.shape[2] > 1:  # of the second row, block 2 is not full
-                assert torch.equal(held[0], now[0]) and torch.equal(held[1, 0, : 2 * BLOCK - BLOCK], now[1, 0, :BLOCK])
-                assert (now[1, 0, BLOCK : int(selection.lengths[1, 0])] == 7).all()
+        for name in inputs.pages.slabs[0][side]:
+            held, now = (read.gather(side)[0][name].view(torch.uint8) for read in (before, after))
+            assert torch.equal(held[0], now[0]) and torch.equal(held[1, 0, :BLOCK], now[1, 0, :BLOCK])
+            assert (now[1, 0, BLOCK : int(selection.lengths[1, 0])] == 7).all()  # block 2 of the second row
     assert inputs.cache.blocks[0, 0].tolist() == [0, 2, -1, 3, -1] and inputs.cache.hands[0].tolist() == [4, 3]
 
 
