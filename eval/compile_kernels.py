@@ -242,7 +242,7 @@ def fetching(target: str) -> Iterator[Job]:
     placed = {"N": 128, "S": 256, "STEPS": 8, "COUNTED": True, "BLOCK": BLOCK}
     yield Job("place blocks", kernels.place_blocks_kernel, types, placed, target, {"num_warps": 4})
     types["planes"] = ("*u8", "*u8", "*u8", "*u8", "*fp16", "*fp16") * 2
-    yield Job("copy blocks", kernels.copy_blocks_kernel, types, sizes | planes, target, {"num_warps": 2})
+    yield Job("copy blocks", kernels.copy_blocks_kernel, types, sizes | planes | {"NEAR": 2}, target, {"num_warps": 2})
     index = {name: x[1:3] for name, x in planes.items()}
     types["planes"] = "*u8", "*u8", "*fp16", "*fp16"
     yield Job("copy index", kernels.copy_index_kernel, types, sizes | index | {"COUNTED": True}, target, {"num_warps": 1})

@@ -91,16 +91,18 @@ def _words(plane, COUNT: tl.constexpr):
 
 @triton.jit
 def _copy_block(
-    planes, page, h, offset, target, to_h, to_offset, WORDS: tl.constexpr, STRIDES: tl.constexpr, BLOCK: tl.constexpr
+    planes, page, near, h, offset, target, to_h, to_offset, WORDS: tl.constexpr, STRIDES: tl.constexpr, NEAR: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copies the BLOCK tokens at `offset` of head `h` of a page to `to_offset` of head `to_h` of the page `target`.
 
     planes    of the first pages: the source, then the target of each plane       WORDS   of a block, in each plane
     page, target   int64, entries from the first page's         STRIDES   of each plane over entries and heads, of the source and the target
+    near      the page of the first NEAR planes, in place of `page`
     """
     block = ()
     for i in tl.static_range(len(WORDS)):
-        at = page * STRIDES[i][0] + h * STRIDES[i][1] + offset // BLOCK * WORDS[i]
+        at = (near if i < NEAR else page) * STRIDES[i][0] + h * STRIDES[i][1] + offset // BLOCK * WORDS[i]
         words, inside = _words(planes[2 * i].to(tl.pointer_type(tl.int64)) + at, WORDS[i])
         block = block + (tl.load(words, mask=inside, other=0),)  # type: ignore[assignment]
     for i in tl.static_range(len(WORDS)):
@@ -109,25 +111,30 @@ def _copy_block(
         tl.store(words, block[i], mask=inside)
 
 
-@triton.jit(do_not_specialize=["room", "heads"])
+@triton.jit(do_not_specialize=["room", "heads", "index_b"])
 def copy_blocks_kernel(
-    planes, blocks, pages, missing, counts, entries, room, heads,
-    WORDS: tl.constexpr, STRIDES: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr, BLOCK: tl.constexpr,
+    planes, blocks, pages, index, missing, counts, entries, room, heads, index_b,
+    WORDS: tl.constexpr, STRIDES: tl.constexpr, NEAR: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copies blocks into slots. Grid (programs, B * H).
 
-    planes, WORDS, STRIDES   as of `_copy_block`, from pages of PAGE tokens to slots
+    planes, WORDS, STRIDES, NEAR   as of `_copy_block`, from pages of PAGE tokens to slots; the first from those of the index
+    index                    int64 [B, P], entries of the index, BASE being the first page: index_b; read if NEAR
     blocks, pages            `blocks` and `entries` of a `pages.Selection`, BASE being the first page
     missing, counts, entries, room   as of `place_blocks_kernel`
     """
     bh = tl.program_id(1)
     h = (bh % heads).to(tl.int64)
+    index += (bh // heads).to(tl.int64) * index_b
     count = tl.load(counts + bh)
     for rank in range(tl.program_id(0), count, tl.num_programs(0)):
         at = bh * room + tl.load(missing + bh * room + rank)
         page = tl.load(pages + at).to(tl.int64) - BASE
-        offset = tl.load(blocks + at) * BLOCK % PAGE
-        _copy_block(planes, page, h, offset, tl.load(entries + at).to(tl.int64), 0, 0, WORDS, STRIDES, BLOCK)
+        token = tl.load(blocks + at) * BLOCK
+        near = page
+        if NEAR:
+            near = tl.load(index + token // PAGE).to(tl.int64) - BASE
+        _copy_block(planes, page, near, h, token % PAGE, tl.load(entries + at).to(tl.int64), 0, 0, WORDS, STRIDES, NEAR, BLOCK)
 
 
 @triton.jit(do_not_specialize=["begin", "tokens", "table_b", "index_b", "lengths_b", "heads"])
@@ -151,7 +158,7 @@ def copy_index_kernel(
     if token < end:
         page = tl.load(table + b * table_b + token // PAGE).to(tl.int64) - BASE
         target = tl.load(index + b * index_b + token // PAGE).to(tl.int64) - BASE
-        _copy_block(planes, page, h, token % PAGE, target, h, token % PAGE, WORDS, STRIDES, BLOCK)
+        _copy_block(planes, page, page, h, token % PAGE, target, h, token % PAGE, WORDS, STRIDES, 0, BLOCK)
 
 
 def _planes(source: Codes, target: Codes) -> dict[str, tuple]:
@@ -167,8 +174,10 @@ def _strides(plane: Tensor) -> tuple[int, int]:
     return plane.stride(0) * plane.itemsize // WORD, plane.stride(1) * plane.itemsize // WORD if plane.shape[1] > 1 else 0
 
 
-def _named(sides: tuple[Codes, Codes]) -> Codes:
-    return {f"{side}.{name}": x for side, planes in enumerate(sides) for name, x in planes.items()}
+def _named(sides: tuple[Codes, Codes], first: Codes) -> Codes:
+    """The planes of keys and of values, those named in `first` first."""
+    names = [(0, name) for name in first] + [(side, name) for side in (0, 1) for name in sides[side] if side or name not in first]
+    return {f"{side} {name}": sides[side][name] for side, name in names}
 
 
 OF_PLACES = "blocks", "read", "lengths", "entries", "missing", "counts", "room", "n_quantized", "lengths_b"
@@ -180,10 +189,14 @@ def fetch_blocks(inputs: PagedInputs, selection: Selection) -> PagedInputs:
     cache, pages, (batch, heads, room) = cache_of(inputs), inputs.pages, selection.blocks.shape
     counted, most = inputs.rows is not None, triton.next_power_of_2(room)
     if (counted, most) not in cache.launches:
-        planes, slots, device = _planes(_named(pages.planes), _named(cache.pages.planes)), cache.blocks.shape[2], cache.blocks.device
+        slots, device, index = cache.blocks.shape[2], cache.blocks.device, pages.index
+        near: Codes = {} if index is None else index.planes[0]  # the bus is slower than the device
+        source = _named((pages.planes[0] | near, pages.planes[1]), near)
+        planes = _planes(source, _named(cache.pages.planes, near)) | {"NEAR": len(near)}
         sizes = {"N": most, "S": triton.next_power_of_2(slots), "STEPS": most.bit_length(), "COUNTED": counted, "BLOCK": BLOCK}
         fixed: dict[str, Any] = {"kept": cache.blocks, "hands": cache.hands, "slots": slots, "heads": heads, "num_warps": 4}
-        of_pages = {"PAGE": pages.page_size, "BASE": pages.firsts[0], "num_warps": 2}
+        table = selection.entries if index is None else index.table
+        of_pages = {"PAGE": pages.page_size, "BASE": pages.firsts[0], "index": table, "index_b": table.stride(0), "num_warps": 2}
         cache.launches[counted, most] = (
             Launcher(place_blocks_kernel, device, OF_PLACES, **fixed | sizes),
             Launcher(copy_blocks_kernel, device, OF_COPIES, **planes | fixed | sizes | of_pages),
