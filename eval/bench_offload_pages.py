@@ -1,0 +1,176 @@
+"""`offload_pages` beside everything on the GPU; rows in eval/results/offload_pages.jsonl.
+
+    python eval/bench_offload_pages.py [--sections hits attention step long]  measures on a GPU, prints the tables, writes the rows
+    python eval/bench_offload_pages.py --layers 8 --budgets 4096   a part of the layers, which compile in less time
+    python eval/bench_offload_pages.py --markdown                  the tables of the documentation, from the rows: needs no GPU
+
+hits       the share of chosen blocks that the step before left on the GPU, while the embedded model writes.
+attention  a step's attention of one layer, 8 x 32,768, in GPU time by replays of a CUDA graph, by the share of blocks that are missing.
+step       a compiled step of the 8B shape, 8 x 32,768, as `eval/bench_generate.py` times it; random weights choose by chance, so that
+           each step chooses the same blocks, and a tenth of the slots lose theirs before it.
+long       the same of 1 x 1,000,000 tokens, beside everything on the GPU at 131,072.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from unittest import mock
+
+import generate_runs
+import torch
+from bench_kernels import bf16
+from generate_runs import Bench, Run, free
+from gpu import device, graph_us, let_go, random_llama
+from harness import Table, device_name, parser_of, replace_rows, run_or_show
+
+from qkvcache import CompressedCache, demo
+from qkvcache.formats import REGISTRY
+from qkvcache.kernels import AttentionBudget, PagedInputs, attend_pages, fetch_blocks, triton_fetch_blocks, triton_select_blocks
+from qkvcache.kernels.pages import BLOCK
+from qkvcache.storage import RowPages, attention_inputs_of
+
+FORMAT = "turboquant_4bit_nc"
+ROWS, TOKENS, HEADS, KV_HEADS, DIM = 8, 32768, 32, 8, 128
+MISSING, SHARES = 0.1, (0.0, 0.05, 0.1, 0.2, 1.0)
+LONG, WHOLE = 1_000_000, 131_072
+
+
+def forget(inputs: PagedInputs, share: float) -> None:
+    """Empties a share of the slots, so that as many of the chosen blocks are missing."""
+    blocks = inputs.cache.blocks  # type: ignore[union-attr]
+    blocks.masked_fill_(torch.rand(blocks.shape, device=blocks.device) < share, -1)
+
+
+def hits(tokens: int, budget: int, steps: int) -> float:
+    """The share of chosen blocks that are held, but for the first step."""
+    model, tokenizer = demo.load()
+    seen, place = [], fetch_blocks.place_blocks
+
+    def placed(inputs, selection):
+        slots, missing = place(inputs, selection)
+        seen.append((int(missing.sum()), int(-(-selection.lengths // BLOCK).sum())))
+        return slots, missing
+
+    with mock.patch.object(fetch_blocks, "place_blocks", placed):
+        cache = CompressedCache(model.config, format=FORMAT, attention_budget=budget, offload_pages=True)
+        ids = torch.tensor([demo.text_ids(tokenizer)[:tokens]])
+        model.generate(ids, past_key_values=cache, max_new_tokens=steps, do_sample=False)
+    missing, chosen = map(sum, zip(*seen[model.config.num_hidden_layers :], strict=True))
+    return 1 - missing / chosen
+
+
+def attention(budget: int) -> Iterator[dict]:
+    """Microseconds of a layer, and bytes of the GPU for each token and head: everything on the GPU, then by the share that is missing."""
+    format, like = REGISTRY[FORMAT], torch.empty(ROWS, KV_HEADS, 0, DIM, device="cuda", dtype=torch.bfloat16)
+    query = bf16(ROWS, HEADS, 1, DIM)
+    first, recent = ((bf16(ROWS, KV_HEADS, n, DIM), bf16(ROWS, KV_HEADS, n, DIM)) for n in (4, 96))
+    for offloads in (None, AttentionBudget(budget)):
+        let_go()
+        before = torch.cuda.memory_allocated()
+        pages = RowPages((format.key, format.value), (like, like), offloads=offloads)
+        for _ in range(TOKENS // 4096):
+            pages.append((bf16(ROWS, KV_HEADS, 4096, DIM), bf16(ROWS, KV_HEADS, 4096, DIM)))
+        inputs: PagedInputs = attention_inputs_of(first, pages, recent, budget=AttentionBudget(budget)).paged
+        row = {"bytes": (torch.cuda.memory_allocated() - before) / (ROWS * KV_HEADS * TOKENS)}
+        if offloads is None:
+            yield row | {"us": graph_us([functools.partial(attend_pages, query, inputs)])}
+        for share in SHARES if offloads else ():
+
+            def step(share: float = share, inputs: PagedInputs = inputs) -> None:
+                forget(inputs, share)
+                attend_pages(query, inputs)
+
+            emptied = graph_us([functools.partial(forget, inputs, share)])
+            yield row | {"missing": share, "us": graph_us([step]) - emptied}
+        del inputs, pages
+
+
+class Steps(Bench):
+    """Steps of a compiled model, with a budget, and pages in host memory or on the GPU."""
+
+    def cache(self, name: str, mode: str, length: int) -> CompressedCache:
+        where, budget = name.split()
+        options = {"max_length": -(-length // 128) * 128, "offload_pages": where == "host"}
+        return CompressedCache(self.model.config, format=FORMAT, attention_budget=int(budget) or None, **options)
+
+
+def step(bench: Bench, where: str, budget: int, rows: int, tokens: int) -> dict:
+    """Milliseconds of a step, and bytes of the GPU for each token and head at their peak, less the weights."""
+    fetch, select, query = triton_fetch_blocks.fetch_blocks, triton_select_blocks.select_blocks, bf16(rows, HEADS, 1, DIM)
+
+    def fetched(inputs, selection):
+        forget(inputs, MISSING)
+        return fetch(inputs, selection)
+
+    def selected(_, *args, **options):
+        return select(query, *args, **options)
+
+    free(bench.model)
+    with (
+        mock.patch.object(triton_fetch_blocks, "fetch_blocks", fetched),
+        mock.patch.object(triton_select_blocks, "select_blocks", selected),
+        mock.patch.object(generate_runs, "WARM", 10),
+    ):
+        row = bench.decode(Run("decode", f"{where} {budget}", "compiled", rows, tokens), False)
+    heads = rows * KV_HEADS * tokens * bench.model.config.num_hidden_layers
+    return {"ms": row["ms"], "bytes": row["peak_bytes"] / heads, "graph_breaks": row["graph_breaks"], "skips": row["cudagraph_skips"]}
+
+
+def run(args: Namespace) -> None:
+    def note(what: str, **row) -> None:
+        row = {"section": what, "device": device_name(device()), "layers": args.layers} | row
+        print(row, file=sys.stderr, flush=True)
+        replace_rows(args.out, "offload pages", [row], "device", "section", "layers", "rows", "tokens", "budget", "where", "missing")
+
+    if "hits" in args.sections:
+        for budget in (512, 1024):
+            note("hits", tokens=4000, budget=budget, hits=hits(4000, budget, 80))
+    if "attention" in args.sections:
+        for budget in args.budgets:
+            for row in attention(budget):
+                note("attention", rows=ROWS, tokens=TOKENS, budget=budget, where="host" if "missing" in row else "GPU", **row)
+    if {"step", "long"} & set(args.sections):
+        with mock.patch.object(generate_runs, "random_llama", lambda tiny: random_llama(tiny, num_hidden_layers=args.layers)):
+            bench = Steps(False, args.memory_gib, 20)
+        for budget in args.budgets if "step" in args.sections else ():
+            for where in ("GPU", "host"):
+                note("step", rows=ROWS, tokens=TOKENS, budget=budget, where=where, **step(bench, where, budget, ROWS, TOKENS))
+        if "long" in args.sections:
+            for where, budget, tokens in (("GPU", 0, WHOLE), ("GPU", 4096, WHOLE), ("host", 4096, LONG)):
+                note("long", rows=1, tokens=tokens, budget=budget, where=where, **step(bench, where, budget, 1, tokens))
+
+
+def tables(rows: list[dict]) -> Iterator[Table]:
+    times = [row for row in rows if row["section"] != "hits"]
+    lines, base = [], {}
+    for row in times:
+        name = f"attention of a layer, {row['rows']} x {row['tokens']:,}"
+        if row["section"] != "attention":
+            name = f"step, {row['layers']} layers, {row['rows']} x {row['tokens']:,}"
+        time = row.get("us", row.get("ms"))
+        base.setdefault((row["section"], row["budget"] if row["section"] != "long" else 0), time)
+        where = row["where"] + (f", {row['missing']:.0%} missing" if "missing" in row else "")
+        budget = f"{row['budget']:,}" if row["budget"] else "all"
+        ratio = time / base[row["section"], row["budget"] if row["section"] != "long" else 0]
+        lines.append([name, budget, where, f"{row['bytes']:.0f}", f"{time:.0f} us" if "us" in row else f"{time:.2f} ms", f"{ratio:.2f}"])
+    if lines:
+        yield Table(["", "tokens read", "pages", "bytes a token and head", "time", "times"], lines, f"{times[0]['device']}:")
+    shares = [[f"{row['budget']:,} of {row['tokens']:,}", f"{row['hits']:.1%}"] for row in rows if row["section"] == "hits"]
+    if shares:
+        yield Table(["tokens read", "blocks that are there"], shares, "The embedded model writes 80 tokens:")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__, "offload_pages")
+    parser.add_argument("--sections", nargs="+", default=["hits", "attention", "step", "long"])
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--budgets", type=int, nargs="+", default=[4096, 2048])
+    parser.add_argument("--memory-gib", type=float, default=79)
+    run_or_show(parser, parser.parse_args(arguments), run, "offload pages", tables)
+
+
+if __name__ == "__main__":
+    main()
