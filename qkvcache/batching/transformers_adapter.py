@@ -59,6 +59,7 @@ try:
         group_layers_by_attn_type,
     )
     from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, CachePool, FullAttentionCacheAllocator
+    from transformers.generation.continuous_batching.cache_allocators.cache_allocator import BlockLedger
     from transformers.generation.continuous_batching.cb_logits_processors import (
         ContinuousBatchingLogitsProcessor,
         ContinuousBatchingLogitsProcessorList,
@@ -82,6 +83,8 @@ CALLED: Mapping[Callable, str] = {
     ),
     ContinuousBatchProcessor._handle_request_error: "error state",
     Scheduler.__init__: "cache safety_margin max_requests_per_batch",
+    Scheduler.add_waiting_request: "state",
+    Scheduler._get_waiting_candidates: "",
     Scheduler._infer_request_tokens: "state request_ids_to_remove_from_waiting",
     Scheduler.clear_cancelled_requests: "",
     Scheduler.finish_request: "request_id",
@@ -93,6 +96,11 @@ CALLED: Mapping[Callable, str] = {
     FullAttentionCacheAllocator._before_cache_tensor_init: "index layer_indices tokens_per_page bytes_per_page allow_block_sharing",
     FullAttentionCacheAllocator._after_cache_tensor_init: "non_trash_bytes bytes_per_sector cache_tensor pool",
     FullAttentionCacheAllocator.get_bytes_per_page: "num_key_value_heads head_dim cache_dtype page_size",
+    FullAttentionCacheAllocator.match_prefix_blocks: "prompt_ids",
+    FullAttentionCacheAllocator.acquire_prefix_blocks: "request_id prefix_len block_ids",
+    FullAttentionCacheAllocator.mark_complete_blocks: "request_id token_ids new_new_blocks",
+    BlockLedger.release: "block_id no_cache",
+    CachePool.free_blocks: "index block_ids",
     group_layers_by_attn_type: "config",
     CachePool.__init__: "num_sectors num_allocators num_reserved_sectors",
     update_cb_config_after_cache_creation: "cb_config num_blocks max_batch_tokens",
@@ -386,14 +394,14 @@ class CompressedPagedCache(PagedAttentionCache):
     def _stored_pages(
         self, store: PrefixStore, text: str, page_size: int, statistics: Statistics, helper: DistributedHelper
     ) -> StoredPages:
-        """The pages in a store with bytes as `text` says, whose statistics are taken over."""
+        """The pages in a store whose bytes depend on what `text` says; their statistics are taken over."""
         if not self.use_prefix_sharing:
             raise NotImplementedError(
                 "store=: requests share no pages, because the model has layers with a sliding window or allow_block_sharing is False"
             )
         if helper.tp_size > 1:
             raise NotImplementedError(f"store= with tensor parallelism over {helper.tp_size} GPUs: leave it out, or serve on one GPU")
-        pages = store.pages(text, page_size)
+        pages = store.pages(statistics.format.name, text, page_size)
         if pages.directory is not None and pages.statistics.exists() and not (statistics.layers or statistics.stored):
             statistics.stored = Statistics.load(pages.statistics, statistics.format).stored
         return pages

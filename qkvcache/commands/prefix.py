@@ -56,7 +56,7 @@ def ls(
     verify: Annotated[bool, typer.Option("--verify", help="Read all of each entry and check it against its digests.")] = False,
     json_output: JsonOption = False,
 ) -> None:
-    """List the entries in a directory, the most recently used first; with --verify, exit with 1 if one is damaged."""
+    """List the entries and pages in a directory, the most recently used first; with --verify, exit with 1 if one is damaged."""
     from ..prefix import disk
 
     files = sorted(disk.files(directory), key=lambda entry: entry.stat().st_mtime, reverse=True)
@@ -84,9 +84,12 @@ def _row(path: Path, contents: bool) -> dict:
     row = {"file": path.name, "model": "", "tokens": 0, "bytes": stat.st_size, "used": stat.st_mtime}
     row |= {"cache": "", "cuts": None, "problem": ""}
     try:
-        file = disk.read_header(path)
+        page = disk.page_header(path)
+        file = page or disk.read_header(path)
         row |= {"model": file.model, "tokens": file.tokens, "cache": file.text, "cuts": file.cuts}
-        if contents:
+        if contents and page:
+            disk.read_page(path)
+        elif contents and isinstance(file, disk.File):
             for _ in disk.read(file):
                 pass
             disk.read_checkpoints(file, file.tokens)

@@ -172,8 +172,8 @@ def read_header(path: Path) -> File:
 
 @dataclass(frozen=True)
 class PageFile:
-    """The header of a page's file. `text` describes the layout, `model` the model, `digest` covers the file's name and
-    the page."""
+    """The header of a page's file. `text` describes the page, `model` the model, `digest` covers the file's name and the
+    bytes of the page."""
 
     path: Path
     text: str
@@ -189,14 +189,21 @@ def write_page(path: Path, page: Tensor, text: str, model: str, tokens: int) -> 
     save(path, {"page": page}, {"qkvcache_page": json.dumps(header)})
 
 
-def read_page(path: Path) -> tuple[PageFile, Tensor]:
-    """The header and the bytes of a page, a view of the file, checked. Raises Damaged for a file that is no page, is
-    incomplete or belongs to another name; FileNotFoundError if there is none."""
+def page_header(path: Path) -> PageFile | None:
+    """The header of a page's file, None for another file. Raises Damaged and FileNotFoundError as `read_header` does."""
     with _opened(path) as handle:
-        file, page = PageFile(path, **json.loads((handle.metadata() or {})["qkvcache_page"])), handle.get_tensor("page")
-        if file.digest != _page_digest(path, page):
+        header = (handle.metadata() or {}).get("qkvcache_page")
+        return header and PageFile(path, **json.loads(header))
+
+
+def read_page(path: Path) -> Tensor:
+    """The bytes of a page, a view of the file, checked. Raises Damaged for a file that is no page, is incomplete or belongs
+    to another name; FileNotFoundError if there is none."""
+    with _opened(path) as handle:
+        header, page = json.loads((handle.metadata() or {})["qkvcache_page"]), handle.get_tensor("page")
+        if header["digest"] != _page_digest(path, page):
             raise Damaged("its contents were changed")
-    return file, page
+    return page
 
 
 def _page_digest(path: Path, page: Tensor) -> str:
@@ -405,7 +412,7 @@ class DiskStore:
     def read_page(self, name: str) -> Tensor | None:
         """A page, or None if there is none. A damaged file is removed: its page is computed and written again."""
         try:
-            return read_page(self.directory / name)[1]
+            return read_page(self.directory / name)
         except FileNotFoundError:
             return None
         except Damaged as error:

@@ -20,24 +20,25 @@ from .entry import MemoryStore
 from .host_memory import Blocks, HostSnapshot
 
 VERSION = 1
-"""Of the bytes of a page, beside what `text` describes."""
+"""Of the bytes of a page, beside their layout."""
 LATER_NS = 1000
 """Each page of a prompt counts as used by so much earlier than the one before it: without its first pages, the others
 are of no use."""
 
 
 class StoredPages:
-    """Pages of `size` tokens in the layout that `text` describes.
+    """Pages of `size` tokens in a format.
 
     Args:
+        layout: all that the bytes of a page depend on, beside the model and its tokens.
         identity: the name of the model, 16 bytes.
         lock: whether pages in host memory are locked, for copies to and from a GPU.
     """
 
-    def __init__(self, memory: MemoryStore, disk: DiskStore | None, identity: bytes, text: str, size: int, lock: bool):
-        self.memory, self.text, self.size = memory, text, size
+    def __init__(self, memory: MemoryStore, disk: DiskStore | None, identity: bytes, format: str, layout: str, size: int, lock: bool):
+        self.memory, self.format, self.size = memory, format, size
         self._disk, self._lock, self._blocks = disk, lock, Blocks()
-        self._identity, self._layout, self._template = identity, hashlib.blake2b(f"{VERSION} {text}".encode(), digest_size=16), b""
+        self._identity, self._layout, self._template = identity, hashlib.blake2b(f"{VERSION} {layout}".encode(), digest_size=16), b""
         self.directory = None if disk is None else disk.directory
         self.statistics = (self.directory or Path()) / f"{identity.hex()}-{self._layout.hexdigest()}.statistics"
         """The file of the statistics that pages in the directory depend on."""
@@ -83,7 +84,7 @@ class StoredPages:
         is not on disk."""
         if self._disk is None:
             return "the store has no directory"
-        reason = self._disk.write_page(self._file(name), page.tensors["page"], self.text, (index + 1) * self.size)
+        reason = self._disk.write_page(self._file(name), page.tensors["page"], f"page {index} in {self.format}", self.size)
         self._disk.touch(self._file(name), now - LATER_NS * index)
         return reason
 

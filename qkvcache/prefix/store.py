@@ -74,8 +74,8 @@ class Stats:
         refused: entries whose reuse would not be exact, and failed writes, by reason.
         evicted, evicted_files: entries removed from memory, and from disk, to make room.
         skipped: files that were not loaded, by reason.
-        entries, nbytes: entries in memory, and the bytes of their live tensors.
-        files, disk_bytes: entries on disk, of all processes, and their bytes.
+        entries, nbytes: entries in memory, and the bytes of their live tensors and of pages.
+        files, disk_bytes: entries and pages on disk, of all processes, and their bytes.
     """
 
     hits: Counter[str] = field(default_factory=Counter)
@@ -252,10 +252,9 @@ class PrefixStore:
             for module, deltas in positions:  # another conversation may go on
                 module.rope_deltas = deltas
 
-    def pages(self, text: str, size: int) -> StoredPages:
-        """Pages of `size` tokens of continuous batching, in the layout that `text` describes:
-        `continuous_batching(store=)`."""
-        return StoredPages(self._memory, self._disk, self._identity.current(), text, size, on_gpu(self._devices()))
+    def pages(self, format: str, layout: str, size: int) -> StoredPages:
+        """The pages of continuous batching of `size` tokens in a format and layout (`continuous_batching(store=)`)."""
+        return StoredPages(self._memory, self._disk, self._identity.current(), format, layout, size, on_gpu(self._devices()))
 
     def trim(self, max_bytes: int, max_disk_bytes: int | None = None) -> None:
         """Evicts the least recently used entries until at most `max_bytes` are in memory, and `max_disk_bytes` on disk if given."""

@@ -34,10 +34,10 @@ if not TOO_OLD:
         continuous_api.OutputRouter: "result_handlers _lock",
         processor: "cache scheduler inputs_and_outputs logit_processor do_sample model_runner",
         Scheduler: "waiting_requests active_requests starved_requests block_new_requests",
-        input_outputs.ContinuousBatchingIOs: "cache block_table use_block_table",
+        input_outputs.ContinuousBatchingIOs: "cache block_table use_block_table compute_stream",
         input_outputs.ContinuousBatchingAsyncIOs: "io_pairs",
         input_outputs.HostDeviceIOPair: "host_io device_io",
-        requests.RequestState: "status position_offset initial_tokens generated_tokens _true_initial_tokens request_id "
+        requests.RequestState: "is_cpu_offloaded status position_offset initial_tokens generated_tokens _true_initial_tokens request_id "
         "logit_processor_kwargs",
         requests.FutureRequestState: "state query_length has_new_token",
         ContinuousBatchingLogitsProcessorList: "logits_processor tensors_required",
@@ -47,7 +47,8 @@ if not TOO_OLD:
         "read_cache_limit",
         FullAttentionCacheAllocator: "num_key_value_heads head_dim layer_indices tokens_per_page bytes_per_block block_table pool ledger "
         "use_block_sharing write_trash_index _copy_view bytes_per_sector blocks_per_sector index",
-        CachePool: "free_sectors",
+        CachePool: "free_sectors num_free_sectors",
+        adapter.BlockLedger: "cached_blocks block_to_hash hash_to_block acquire release",
     }
     """Attributes that are read or set."""
     CALLS = {
@@ -57,6 +58,9 @@ if not TOO_OLD:
         "forks are planned by the cache": (processor, "self.cache.prepare_fork_request("),
         "a fork copies through the cache": (processor, "self.cache.perform_cache_copy("),
         "a reset frees through the cache": (processor, "self.cache.free_all_requests()"),
+        "a request that waits is added": (processor, "self.scheduler.add_waiting_request(state)"),
+        "a preempted request waits": (OffloadingManager, "scheduler.add_waiting_request(new_state)"),
+        "requests are chosen of the candidates": (Scheduler.__subclasses__()[0], "self._get_waiting_candidates()"),
         "a request ends in the cache": (Scheduler.finish_request, "self.cache.free_blocks(request_id)"),
         "a cancelled request ends in the cache": (Scheduler.clear_cancelled_requests, "self.cache.free_blocks(request_id)"),
         "the past is that before the call": (

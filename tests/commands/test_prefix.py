@@ -36,6 +36,19 @@ def test_ls_lists_what_is_there(directory):
     assert table.count(" nvfp4 ") == 2 and "NVFP4(" not in table
 
 
+def test_ls_lists_pages(tmp_path):
+    kept = PrefixStore(model(), max_bytes=2**20, directory=tmp_path).pages("int8", "layout", 4)
+    names = kept.names(range(12))
+    for index, name in enumerate(names):
+        kept.write(name, kept.keep(name, torch.zeros(1000, dtype=torch.uint8)), 10**18, index)
+    rows = json.loads(run("ls", tmp_path, "--verify", "--json").stdout)
+    assert [row["cache"] for row in rows] == [f"page {index} in int8" for index in range(3)]
+    assert all(row["tokens"] == 4 and row["model"] == "llama" and not row["problem"] for row in rows)
+    path = tmp_path / rows[1]["file"]
+    path.write_bytes(path.read_bytes()[:-1] + b"1")
+    assert run("ls", tmp_path, "--verify").exit_code == 1 and run("ls", tmp_path).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
