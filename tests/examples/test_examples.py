@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import transformers
 from packaging.version import Version
 
@@ -163,3 +164,24 @@ def test_a_process_for_each_device():
 def test_tensor_parallel():
     for program in ranks(EXAMPLES / "tensor_parallel.py", ["--dtype", "float32"], 2):
         program.result()
+
+
+@pytest.mark.slow
+def test_rollouts_through_a_compressed_cache(monkeypatch):
+    """The loss gets the log-probabilities of the rollouts, and an exact cache has those of the trained policy."""
+    pytest.importorskip("trl")
+    example, ratios = load("grpo"), []
+    compute = example.GRPOTrainer._compute_loss
+
+    def observed(self, model, inputs):
+        with torch.no_grad():
+            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+            mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+            now = self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])[0]
+        ratios.append(((now - inputs["old_per_token_logps"]) * inputs["completion_mask"]).abs().max().item())
+        return compute(self, model, inputs)
+
+    monkeypatch.setattr(example.GRPOTrainer, "_compute_loss", observed)
+    for format in ("identity", "hadaquant_k2v2"):
+        example.main(["--steps", "1", "--prompt-tokens", "200", "--format", format])
+    assert ratios[0] < 1e-3 < 1e-2 < ratios[1]
