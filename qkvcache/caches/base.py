@@ -24,7 +24,7 @@ from transformers.cache_utils import (
 )
 from transformers.cache_utils import StaticLayer as StockStaticLayer
 
-from .. import attention, formats, policies
+from .. import attention, formats, kernels, policies
 from ..attention.latents import absorb
 from ..attention.rope import Rope
 from ..formats import Format, FormatByLayer, FormatLike
@@ -196,6 +196,7 @@ class CompressedCache(DynamicCache):
         self._last_layer: int | None = None
         self._biased_keys = BiasedKeys()
         attention.install()
+        kernels.load_ahead()
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         """Stores keys and values as transformers' Cache does. Raises ValueError for an encoder's states, which would be

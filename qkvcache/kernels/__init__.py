@@ -18,6 +18,7 @@ from .dispatch import (
     gather_rows,
     lag_spread,
     launch_of_step,
+    load_ahead,
     observe_on_codes,
     on_triton,
     prepare,

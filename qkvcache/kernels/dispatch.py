@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -60,7 +61,32 @@ def on_triton(device: torch.device) -> bool:
 @functools.cache
 def _module(name: str) -> ModuleType:
     """A module of kernels, imported on first use: it needs Triton."""
+    for thread in _LOADING:
+        if thread is not threading.current_thread():
+            thread.join()
     return importlib.import_module(f".{name}", __package__)
+
+
+_LOADING: list[threading.Thread] = []
+
+
+def load_ahead() -> None:
+    """Begins, in other threads, what the first prompt of a process would wait for a second, if a GPU is in use: to import the kernels of a
+    prompt and of a step, and to hash the files of Triton, by which it looks up compiled kernels."""
+    if not _LOADING and torch.cuda.is_initialized() and on_triton(torch.device("cuda")):
+        _LOADING.extend(threading.Thread(target=load, daemon=True) for load in (_import_kernels, _hash_triton))
+        for thread in _LOADING:
+            thread.start()
+
+
+def _import_kernels() -> None:
+    for name in ("triton_quantize", "triton_store_exact", "triton_step", "fused"):
+        importlib.import_module(f".{name}", __package__)
+
+
+def _hash_triton() -> None:
+    if triton_key := getattr(importlib.import_module("triton.runtime.cache"), "triton_key", None):
+        triton_key()
 
 
 def _by_kernel(reference: Callable[P, T], module: str, fits: Callable[..., bool]) -> Callable[P, T]:

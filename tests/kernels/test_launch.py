@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
 from threading import Event, Timer, current_thread
+from time import sleep
 from types import SimpleNamespace
 
 import numpy
@@ -15,8 +16,10 @@ from hypothesis import strategies as st
 triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import cache as triton_cache  # noqa: E402
 from triton.runtime import driver, jit  # noqa: E402
 
+from qkvcache.kernels import dispatch  # noqa: E402
 from qkvcache.kernels import launch as module  # noqa: E402
 from qkvcache.kernels.launch import Held, Launcher  # noqa: E402
 
@@ -212,3 +215,19 @@ def test_kernels_compile_ahead_in_other_threads(gpu, monkeypatch):
     with module.compiling_ahead():
         launch(GRID, *PLAIN, held=held())
     assert len(gpu.ran) == 1
+
+
+def test_what_a_first_prompt_needs_is_loaded_ahead(monkeypatch):
+    """In threads for which the first use of a kernel waits, once in a process."""
+    monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
+    monkeypatch.setattr(dispatch, "_INTERPRETED", True)
+    monkeypatch.setattr(dispatch, "_LOADING", [])
+    dispatch.load_ahead()
+    assert not dispatch._LOADING  # no GPU is in use
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    hashed = []
+    monkeypatch.setattr(triton_cache, "triton_key", lambda: sleep(0.02) or hashed.append(1))
+    for _ in range(2):
+        dispatch.load_ahead()
+    dispatch._module.cache_clear()
+    assert dispatch._module("fused").Call and len(dispatch._LOADING) == 2 and hashed == [1]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from qkvcache.attention.route import MAX_FUSED_ROWS, route
-from qkvcache.kernels import attend_chunked, fused
+from qkvcache.kernels import attend_chunked, dispatch, fused, launch
+from qkvcache.kernels.launch import Launcher
 from qkvcache.kernels.tables import tables
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.evicting import EvictingLayer
@@ -93,6 +94,30 @@ def test_few_new_tokens(monkeypatch):
     monkeypatch.setattr(fused, "LEAST_SPLIT", 512)  # few programs to interpret
     growing, preallocated = (turn(monkeypatch, "int8", FEW, max_length) for max_length in (None, 600))
     assert growing == preallocated == [*STORING, "attend_kernel", "reduce_kernel"]
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_prompt_compiles_the_kernels_of_a_step_once(monkeypatch):
+    """While its attention has not run yet; nothing is launched, and what is stored is the same."""
+    monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
+    monkeypatch.setattr(dispatch, "_STEPS", set())
+    ahead, call = [], Launcher.__call__
+
+    def note(self, *args, **kwargs):
+        if launch._AHEAD.on:
+            ahead.append(self.kernel.__name__)
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(Launcher, "__call__", note)
+    x = torch.randn(1, 9, HEADS, DIM).transpose(1, 2)
+    query = torch.randn(1, 9, HEADS * GROUPS, DIM).transpose(1, 2)
+    layers = [CompressedLayer(REGISTRY["int8"], 4, 8) for _ in range(2)]
+    for layer in layers:
+        with counted(monkeypatch) as launches:
+            route(lambda *args, **kwargs: (None, None), "sdpa", SimpleNamespace(is_causal=True), query, *layer.update(x, x), None)
+        assert ahead == ["_step_kernel", "attend_kernel", "reduce_kernel"] and not {*ahead} & {*launches.names}
+    assert layers[0].get_seq_length() == 9 and all(torch.equal(a, b) for a, b in zip(*(layer.dense() for layer in layers), strict=True))
 
 
 @torch.no_grad()
