@@ -49,8 +49,9 @@ from transformers.cache_utils import Cache
 from qkvcache import CompressedCache, policies
 
 WHAT = "recall with an attention budget"
-READ = "read"
-"""In place of a policy: a cache that keeps every token."""
+READ, COARSE = "read", "coarse"
+"""In place of a policy: a cache that keeps every token, and drops those that are not chosen or reads them by upper halves."""
+RESTS = {READ: "drop", COARSE: "coarse"}
 QUESTION_STEP = 16
 """Tokens of a question in a step."""
 EXACT = 68
@@ -63,9 +64,11 @@ class Steps(Bench):
     """Questions and answers are read in small steps."""
 
     def cache(self, policy: str, format: str, size: int, total: int) -> Cache:
-        if policy != READ:
+        if policy not in RESTS:
             return super().cache(policy, format, size + EXACT, total)
-        return CompressedCache(self.model.config, format=format, attention_budget=size if size < total else None)
+        if size >= total:
+            return CompressedCache(self.model.config, format=format)
+        return CompressedCache(self.model.config, format=format, attention_budget=size, attention_rest=RESTS[policy])
 
     @torch.no_grad()
     def _log_probs(self, prompt, cache: Cache) -> Tensor:
@@ -91,6 +94,7 @@ def what_of(args: argparse.Namespace) -> str:
 
 def cells(args: argparse.Namespace) -> Iterator[Cell]:
     caches = [(DENSE, 1.0, "identity"), *((READ, share, FORMAT) for share in (1.0, *args.shares))]
+    caches += [(COARSE, share, FORMAT) for share in args.shares]
     caches += [(READ, share, format) for format in args.formats for share in (1.0, COMPARED) if (format, share) != ("identity", 1.0)]
     caches += [(policy, share, FORMAT) for policy in args.policies for share in args.shares]
     shard, shards = args.shard
@@ -115,8 +119,8 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def name(row: dict) -> str:
-    if row["policy"] == READ:
-        return f"all kept, `{row['format']}`"
+    if row["policy"] in RESTS:
+        return f"all kept, `{row['format']}`" + ", the rest by upper halves" * (row["policy"] == COARSE)
     return f"`{policies.resolve(row['policy']).name}`, `{row['format']}`"
 
 
@@ -162,8 +166,10 @@ def step_of(row: dict) -> str:
 
 def marked(row: dict) -> dict:
     """Policies are dashed, formats of one share are points."""
-    if row["policy"] != READ:
+    if row["policy"] not in RESTS:
         return {"linestyle": "--", "marker": "s"}
+    if row["policy"] == COARSE:
+        return {"linestyle": ":", "marker": "^"}
     return {} if row["format"] == FORMAT else {"linestyle": "none", "marker": "D"}
 
 
@@ -177,7 +183,7 @@ def plot(rows: list[dict], path: Path) -> None:
             for row in others:
                 lines.setdefault(name(row).replace("`", ""), []).append(row)
             colors = {
-                line: format_color(of[0]["format"]) if of[0]["policy"] == READ else policy_color(of[0]["policy"])
+                line: format_color(of[0]["format"]) if of[0]["policy"] in RESTS else policy_color(of[0]["policy"])
                 for line, of in lines.items()
             }
             styles = line_styles(lines, colors.__getitem__)

@@ -460,8 +460,9 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield attention(format, 128, target, "items")
             yield attention(format, 128, target, "blocks")
             yield scoring(format, 128, target)
-            if all(codec.coarse != codec for codec in FORMATS[format].codecs()):
-                yield attention(format, 128, target, "rest")
+            if (halves := FORMATS[format].in_halves()) is not None:
+                yield attention(halves.name, 128, target)
+                yield attention(halves.name, 128, target, "rest")
             if format != "identity":
                 yield attention_in_tiles(format, 128, target, 128)
         yield queries_of_latents(target)

@@ -38,21 +38,26 @@ def layer_indices(skip_layers: Iterable[int]) -> tuple[int, ...]:
     return tuple(skip_layers)
 
 
-def budget_of(
-    attention_budget: int | float | None, attention_rest: str = "drop", format: Format | FormatByLayer | None = None
-) -> AttentionBudget | None:
+def in_halves(format: Format | FormatByLayer) -> Format | FormatByLayer:
+    """`format` with the upper halves of codes in planes of their own. Raises ValueError if it has no such form."""
+    if isinstance(format, FormatByLayer):
+        return FormatByLayer(tuple(map(in_halves, format.formats)))  # type: ignore[arg-type]
+    found = format.in_halves()
+    if found is None:
+        raise ValueError(
+            f"attention_rest='coarse' with format={format.name!r}: its codes of keys or of values have no halves to be read alone; use "
+            "'turboquant_4bit_nc' or formats.HadaQuant(4, 4)"
+        )
+    return found
+
+
+def budget_of(attention_budget: int | float | None, attention_rest: str = "drop") -> AttentionBudget | None:
     """The tokens that attention reads. Raises TypeError for another type, ValueError for less than a token, for a share that is not
-    between 0 and 1, and for a rest that cannot be read coarsely."""
+    between 0 and 1, and for another rest, or one without a budget."""
     check_option("attention_rest", attention_rest, ("drop", "coarse"))
     coarse = attention_rest == "coarse"
     if coarse and attention_budget is None:
         raise ValueError("attention_rest='coarse' without attention_budget: everything is read in full; pass a budget, such as 4096")
-    for each in format.formats if isinstance(format, FormatByLayer) else [format] if format else []:
-        if coarse and any(codec.coarse == codec for codec in each.codecs()):
-            raise ValueError(
-                f"attention_rest='coarse' with format={each.name!r}, whose codes of keys or values have no halves that are kept apart: "
-                "use 'turboquant_4bit_nc' or formats.HadaQuant(4, 4)"
-            )
     if attention_budget is None:
         return None
     if isinstance(attention_budget, bool) or not isinstance(attention_budget, int | float):

@@ -35,7 +35,7 @@ from ..layers.indexed import IndexedLayer
 from ..layers.static_sliding import StaticSlidingLayer
 from ..policies import Budget, KVzip, Policy, check_count
 from ..storage import check_room
-from .arguments import budget_of, layer_indices, refuse_unknown, why_not_evict
+from .arguments import budget_of, in_halves, layer_indices, refuse_unknown, why_not_evict
 from .biased import BiasedKeys
 from .compress import fill, read_twice
 from .memory import Memory, measured
@@ -149,7 +149,9 @@ class CompressedCache(DynamicCache):
         self._exact: frozenset[int] = frozenset()
         """Full-attention layers that are uncompressed layers of this library."""
         self.attention_budget, self.attention_rest = attention_budget, attention_rest
-        self._attention_budget = budget_of(attention_budget, attention_rest, self.format)
+        self._attention_budget = budget_of(attention_budget, attention_rest)
+        if attention_rest == "coarse":
+            self.format = in_halves(self.format)
         if self._attention_budget is not None:
             self._check_budget(attention_budget)
         self.offload_pages = offload_pages

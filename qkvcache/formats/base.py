@@ -290,6 +290,10 @@ class Format(ABC):
         buffers = [b for codec, dim in sides for b in codec.buffers(dim) if b.tokens == "each"]
         return sum(b.nbytes() * (kv_heads if b.heads == "each" else 1) for b in buffers)
 
+    def in_halves(self) -> Format | None:
+        """This format with the upper halves of all codes in planes of their own; None if it has no such form."""
+        return self if all(codec.coarse != codec for codec in self.codecs()) else None
+
     def for_layers(self, count: int) -> tuple[Format, ...]:
         """The formats of `count` full-attention layers: this one for each (`FormatByLayer` has several)."""
         return (self,) * count

@@ -60,6 +60,11 @@ UPPER: int = 21
 each are nearly evenly spaced; levels that are need no table."""
 
 
+UPPER_EVEN: float = 3.5
+"""The same for 16 even steps between the minimum and the maximum of a vector, in these steps: less than four, since values near the ends
+are few."""
+
+
 @functools.cache
 def midpoints(bits: int) -> tuple[float, ...]:
     """The midpoints between neighbouring levels, ascending."""

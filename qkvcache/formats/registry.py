@@ -27,9 +27,9 @@ REGISTRY: dict[str, Format] = {format.name: format for format in _FORMATS}
 _BY_OPTIONS: tuple[Format, ...] = (
     Int8("token"), Int8(symmetric=False), FP8(scale="token"), FP8(scale="tensor"), FP8(scale="tensor", frozen=True),
     FP8("e5m2"), FP8("e5m2", "token"), FP8("e5m2", "tensor"), FP8("e5m2", "tensor", frozen=True), Int4("group"),
-    NVFP4("four_over_six"), HadaQuant(4, 4), HadaQuant(4, 2), HadaQuant(3, 4), HadaQuant(2, 4), HadaQuant(2, 3),
+    NVFP4("four_over_six"), TurboQuant(halves=True), HadaQuant(4, 4), HadaQuant(4, 2), HadaQuant(3, 4), HadaQuant(2, 4), HadaQuant(2, 3),
 )  # fmt: skip
-"""Formats whose names were registered by earlier releases, for the error that says how to reach them."""
+"""Formats that have names and are not registered, as some were in earlier releases, for the error that says how to reach them."""
 
 
 def named(name: str) -> Format:

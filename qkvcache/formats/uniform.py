@@ -2,7 +2,7 @@
 
 zero  = min                    fp16
 scale = (max - zero) / (2^b-1) fp16, at least its smallest number
-code  = int((x - zero) / scale + .5)         b = 8: D bytes;  4: D / 2, in two planes of halves;  3: D / 4 + D / 8
+code  = int((x - zero) / scale + .5)         b = 8: D bytes;  4: D / 2;  3: D / 4 + D / 8
                                and 4 bytes of (scale, zero)
 x     = code * scale + zero
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .base import Buffer, Codec, Codes, PackedLayout, QuantizedValues
+from .codebooks import UPPER_EVEN
 from .packing import code_buffers, lookup, pack, plane_names
 
 LEAST_SCALE = 2.0**-24  # of fp16: with a scale of zero all channels would dequantize to the minimum
@@ -26,21 +27,19 @@ LEAST_SCALE = 2.0**-24  # of fp16: with a scale of zero all channels would dequa
 
 @dataclass(frozen=True)
 class Uniform(Codec):
-    """Codes of `bits` on even steps between the minimum and the maximum of each token and head."""
+    """Codes of `bits` on even steps between the minimum and the maximum of each token and head; with `halves`, which 4 bits may have, in
+    two planes."""
 
     bits: Literal[3, 4, 8]
-
-    @property
-    def _halves(self) -> bool:
-        return self.bits == 4
+    halves: bool = False
 
     @property
     def packed_layout(self) -> PackedLayout:
-        kind = {8: "uint8", 4: "int4_halves", 3: "int3"}[self.bits]
-        return PackedLayout(kind, "pair", planes=(*plane_names(self.bits, self._halves), "scale_zero"))
+        kind = {8: "uint8", 4: "int4_halves" if self.halves else "int4", 3: "int3"}[self.bits]
+        return PackedLayout(kind, "pair", planes=(*plane_names(self.bits, self.halves), "scale_zero"))
 
     def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
-        return (*code_buffers(self.bits, head_dim, self._halves), Buffer("scale_zero", torch.float16, 2, "scales"))
+        return (*code_buffers(self.bits, head_dim, self.halves), Buffer("scale_zero", torch.float16, 2, "scales"))
 
     def quantize(self, x: Tensor, statistics: Codes) -> Codes:
         x = x.float()
@@ -50,14 +49,15 @@ class Uniform(Codec):
         x, high = x - zero.float(), high - zero.float()
         scale = (high / top).clamp_min(LEAST_SCALE).half()
         codes = (x / scale.float() + 0.5).clamp(0, top)
-        return pack(codes.to(torch.uint8), self.bits, self._halves) | {"scale_zero": torch.cat([scale, zero], dim=-1)}
+        return pack(codes.to(torch.uint8), self.bits, self.halves) | {"scale_zero": torch.cat([scale, zero], dim=-1)}
 
     def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
-        levels = codes["codes"].float() if self.bits == 8 else lookup(codes, self.bits, tuple(range(2**self.bits)), self._halves)
+        levels = codes["codes"].float() if self.bits == 8 else lookup(codes, self.bits, tuple(range(2**self.bits)), self.halves)
         scale, zero = codes["scale_zero"].float().split(1, dim=-1)
         return QuantizedValues(levels, scale, zero)
 
     def unpack_upper(self, codes: Codes, head_dim: int) -> QuantizedValues:
-        """By the means of the four values that share an upper half."""
+        """By evenly spaced values around the middle (`codebooks.UPPER_EVEN`)."""
         scale, zero = codes["scale_zero"].float().split(1, dim=-1)
-        return QuantizedValues(lookup({"codes": codes["high"]}, 2, tuple(range(4))), 4 * scale, zero + 1.5 * scale)
+        first = (7.5 - 1.5 * UPPER_EVEN) * scale + zero
+        return QuantizedValues(lookup({"codes": codes["high"]}, 2, tuple(range(4))), UPPER_EVEN * scale, first)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..formats.base import PackedLayout
-from ..formats.codebooks import GRID, UPPER, grid_levels
+from ..formats.codebooks import GRID, UPPER, UPPER_EVEN, grid_levels
 
 _TINY = 2.0**-24
 """The fp16 number whose lowest bit alone is 1: bytes of tables are read as subnormal numbers, which adds no offset."""
@@ -40,7 +40,7 @@ def unit_of(layout: PackedLayout) -> float:
     if layout.kind == "e2m1":
         return 2.0**8  # times 2^6, which scales are kept small by
     if layout.kind == "int2":
-        return 4.0 if layout.scale == "pair" else UPPER * GRID[4][0]
+        return UPPER_EVEN if layout.scale == "pair" else UPPER * GRID[4][0]
     return GRID[_GRIDS[layout.kind]][0] / _TINY if layout.kind in _GRIDS else 1.0
 
 
@@ -59,7 +59,7 @@ def plane_offset(layout: PackedLayout, plane: int) -> float:
     """The number in a plane that stands for `offset_of`: 1.0 where all planes have the same."""
     if layout.kind != "int2":
         return 1.0
-    return 2.0 ** (10 - _PLACES2.value[plane]) + (-1.5 / 4 if layout.scale == "pair" else 1.5)
+    return 2.0 ** (10 - _PLACES2.value[plane]) + (1.5 - 7.5 / UPPER_EVEN if layout.scale == "pair" else 1.5)
 
 
 _LUT2, _LUT3, _LUT4 = (_table(bits, grid_levels(bits)) for bits in (2, 3, 4))

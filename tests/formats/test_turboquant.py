@@ -89,7 +89,9 @@ def test_a_midpoint_goes_up(bits):
 
 
 @pytest.mark.parametrize(
-    ("codec", "error"), [(Rotated(4), 0.345), (TurboQuant("4bit_nc").key, 0.345), (Uniform(4), 0.404)], ids=["plain", "centered", "uniform"]
+    ("codec", "error"),
+    [(Rotated(4), 0.345), (TurboQuant("4bit_nc").key, 0.345), (Uniform(4, True), 0.382)],
+    ids=["plain", "centered", "uniform"],
 )
 def test_upper_halves_are_a_coarse_code(codec, error):
     """The error of the best two bits is .343; these are the upper two of the best four."""
@@ -105,7 +107,7 @@ def test_upper_halves_are_a_coarse_code(codec, error):
     assert coarse.rotation == codec.rotation
 
 
-@pytest.mark.parametrize("codec", [Rotated(3), Uniform(3), TurboQuant("3bit_nc").key], ids=["three", "uniform", "centered"])
+@pytest.mark.parametrize("codec", [Rotated(3), Uniform(4), TurboQuant("3bit_nc").key], ids=["three", "uniform", "centered"])
 def test_codes_without_halves_are_their_own_index(codec):
     assert codec.coarse is codec and codec.packed_layout.upper is None
 

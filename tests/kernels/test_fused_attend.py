@@ -44,6 +44,7 @@ KINDS = {  # formats that take each path of the kernel once at least, and a head
     "int4_vllm": 80,
     "nvfp4_mse": 112,
     "turboquant_4bit_nc": 128,
+    "turboquant_4bit_nc_halves": 112,
     "turboquant_3bit_nc": 112,
     "turboquant_3bit_nc_uncentered": 96,
     "hadaquant_k3v2": 80,

@@ -117,7 +117,7 @@ def test_attention_reads_the_chosen_blocks_alone(queries, begin):
 @pytest.mark.parametrize(("known", "begin"), [(True, 0), (False, 40)], ids=["scored", "chosen_elsewhere"])
 def test_the_rest_is_read_by_upper_halves(known, begin):
     """The keys and values that are not chosen are those of the coarse codec, and share one normaliser with all others."""
-    inputs = inputs_of("turboquant_4bit_nc", coarse=True, begin=begin)
+    inputs = inputs_of("turboquant_4bit_nc_halves", coarse=True, begin=begin)
     query = queries_like(inputs)
     selection = select_blocks(query, inputs)
     if not known:
@@ -207,7 +207,7 @@ def test_groups_of_queries_choose_for_themselves(masked, monkeypatch):
 @KERNELS
 @pytest.mark.parametrize(
     ("format", "dim", "queries", "begin"),
-    [("turboquant_4bit_nc", 128, 1, 40), ("turboquant_4bit_nc", 64, 5, 0), ("hadaquant_k4v4", 64, 1, 5)],
+    [("turboquant_4bit_nc_halves", 128, 1, 40), ("turboquant_4bit_nc_halves", 64, 5, 0), ("hadaquant_k4v4", 64, 1, 5)],
 )
 def test_the_kernels_of_the_rest(format, dim, queries, begin, monkeypatch):
     from qkvcache.kernels import triton_select_blocks
@@ -228,11 +228,11 @@ def test_the_kernels_where_all_tokens_are_read(begin, monkeypatch):
     """A step that is captured once serves few tokens, too: nothing is scored, and all blocks are chosen."""
     from qkvcache.kernels import triton_select_blocks
 
-    inputs = inputs_of("turboquant_4bit_nc", tokens=320, coarse=True, begin=begin, device=DEVICE)
+    inputs = inputs_of("turboquant_4bit_nc_halves", tokens=320, coarse=True, begin=begin, device=DEVICE)
     query = queries_like(inputs)
     mine = triton_select_blocks.select_blocks(query, inputs)
     assert not mine.rest.lengths.any()
     assert mine.lengths.tolist() == [[max(length - begin // BLOCK * BLOCK, 0)] * 2 for length in LENGTHS]
     out = reference.attend_pages(query, inputs.reading(mine))[0]
     torch.testing.assert_close(out, reference.attend_pages(query, inputs)[0])
-    compare(monkeypatch, "turboquant_4bit_nc", query, inputs.reading(mine))
+    compare(monkeypatch, "turboquant_4bit_nc_halves", query, inputs.reading(mine))

@@ -80,7 +80,7 @@ def test_bytes(codec, table, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("codec", [HiddenZeroInt4(), GroupInt4()], ids=["hidden", "group"])
+@pytest.mark.parametrize("codec", [Uniform(4), HiddenZeroInt4(), GroupInt4()], ids=["uniform", "hidden", "group"])
 def test_nibbles(codec, arch):
     table = range(-8, 8) if isinstance(codec, GroupInt4) else range(16)
     numbers = levels(codec, planes(codec.packed_layout.kind, 4, ALL_WORDS, arch))
@@ -90,7 +90,7 @@ def test_nibbles(codec, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("codec", "table"), [(Rotated(4), grid_levels(4)), (Uniform(4), range(16))], ids=["lloyd", "uniform"])
+@pytest.mark.parametrize(("codec", "table"), [(Rotated(4), grid_levels(4)), (Uniform(4, True), range(16))], ids=["lloyd", "uniform"])
 def test_four_bits_in_halves(codec, table, arch):
     """Every word of either plane, beside random ones of the other."""
     other = torch.randint(2**16, ALL_WORDS.shape, device=DEVICE)
@@ -140,7 +140,7 @@ def test_three_bits(codec, arch):
     [
         (Rotated(2), grid_levels(2)),
         (Rotated(4).coarse, [(n - 1.5) * UPPER * GRID[4][0] for n in range(4)]),
-        (Uniform(4).coarse, [4 * n + 1.5 for n in range(4)]),
+        (Uniform(4, True).coarse, [3.5 * n + 2.25 for n in range(4)]),
     ],
     ids=["two", "upper", "upper_uniform"],
 )
