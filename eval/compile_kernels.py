@@ -216,7 +216,7 @@ def scoring(format: str, head_dim: int, target: str) -> Job:
 
 def choosing(blocks: int, target: str) -> Job:
     types = {"scores": "*fp32", "table": "*i64", "entries": "*i64"} | dict.fromkeys(("rows", "lengths", "blocks", "read"), "*i32")
-    types |= {"rest_blocks": "*i32", "rest_entries": "*i64", "rest_read": "*i32"}
+    types |= {"rest_table": "*i64", "rest_blocks": "*i32", "rest_entries": "*i64", "rest_read": "*i32"}
     constants = {
         "REST": True,
         "N": blocks,

@@ -93,8 +93,9 @@ class CompressedCache(DynamicCache):
             where choosing takes longer than reading.
         attention_rest: the tokens that are not chosen: "drop" leaves them out; "coarse" reads them by the upper two bits of their codes,
             for formats that keep these apart (`turboquant_4bit_nc`, `HadaQuant(4, 4)`), with an error close to that of reading everything.
-        offload_pages: keeps quantized tokens in host memory, and on the GPU what a step needs to choose blocks (of 4-bit keys in two planes
-            the upper halves), the exact tokens, and the blocks that the last steps read, twice the budget. Needs `attention_budget`.
+        offload_pages: keeps quantized tokens in host memory, and on the GPU what each step reads: what chooses blocks (of 4-bit keys in two
+            planes the upper halves; with `attention_rest="coarse"` those of values too), the exact tokens, and the blocks that the last
+            steps read, twice the budget. Needs `attention_budget`.
         offloading: keeps all layers except the running one in host memory, as DynamicCache does.
 
     Raises:
@@ -274,16 +275,11 @@ class CompressedCache(DynamicCache):
             )
 
     def _check_offload_pages(self, offloading: bool) -> None:
-        """Raises ValueError for pages in host memory without an attention budget, or beside offloading; NotImplementedError where the
-        rest is read."""
+        """Raises ValueError for pages in host memory without an attention budget, or beside offloading."""
         if self._attention_budget is None:
             raise ValueError("offload_pages=True without attention_budget: each step would copy all tokens; pass one, such as 4096")
         if offloading:
             raise ValueError("offload_pages=True with offloading=True, which moves whole layers: leave one out")
-        if self.attention_rest != "drop":
-            raise NotImplementedError(
-                f"offload_pages=True with attention_rest={self.attention_rest!r}: each step would read all tokens of the host; pass 'drop'"
-            )
 
     def _prepare_eviction(self, policy: Policy, config: PreTrainedConfig | None, offloading: bool) -> None:
         if offloading:

@@ -307,8 +307,7 @@ def quantize_into(pages: Pages, x: Pair, slots: Tensor | int) -> None:
 
 
 def copy_index(pages: Pages, tokens: int, begin: int | None = None) -> None:
-    """Copies what chooses blocks into `pages.index`, if there is one: of `tokens` tokens from `begin` on; None: of the last ones, as the
-    device counts."""
+    """Copies tokens into `pages.index`, if there is one: `tokens` of them from `begin` on; None: the last ones, as the device counts."""
     if pages.index is not None and tokens:
         _module("triton_fetch_blocks").index_of(pages, tokens, begin)()
 

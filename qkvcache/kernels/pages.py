@@ -61,7 +61,8 @@ class Pages:
     step: int = 1
     """The difference of the entries of two pages that are neighbours in a slab."""
     index: Pages | None = None
-    """Copies on the device of what chooses blocks, `index_names`, where the pages lie in host memory and kernels read them."""
+    """Copies on the device, where the pages lie in host memory and kernels read them: of what chooses blocks, `index_names`, and with a
+    coarse rest of the same of values."""
     tensors: list[Tensor] = field(init=False)
     """The planes of the first slab and the statistics, for operators of torch."""
     numbers: tuple[int, int, int] = field(init=False)
@@ -275,7 +276,7 @@ class Selection:
 
 
 def index_names(codec: Codec, head_dim: int) -> tuple[str, ...]:
-    """The buffers of keys, kept for each token, that choose blocks: those of the upper halves of codes, where these are kept apart."""
+    """The buffers, kept for each token, of the upper halves of codes, where these are kept apart; else all. Those of keys choose blocks."""
     layout = layout_of(codec)
     read = None if layout is None else (layout.upper or layout).planes
     return tuple(name for name in names(codec, head_dim, "each") if read is None or name in read)
@@ -364,7 +365,11 @@ class PagedInputs:
         sizes = [*pages.numbers, pages.page_size, int(pages.by_page), int(pages.grows), pages.step, tokens, *read]
         index, cache = pages.index, self.cache
         sizes += [0 if index is None else index.step, int(cache is not None)]
-        pool = [pages.table, *pages.tensors, *(() if index is None else (index.table, *index.slabs[0][0].values()))]
+        pool = [
+            pages.table,
+            *pages.tensors,
+            *(() if index is None else (index.table, *(x for side in index.slabs[0] for x in side.values()))),
+        ]
         splits = (None, None) if self.splits is None else (self.splits.items, self.splits.firsts)
         lengths = None if pages.lengths is None or (self.rows is not None and not pages.per_head) else pages.lengths
         pool += () if cache is None else cache.tensors
@@ -388,8 +393,10 @@ class PagedInputs:
         once, (first, size) = (sides[2], sides[3]), sizes[2:4]
         pages = Pages(key, value, slabs, [first], size, once, pool[0], lengths, by_page, grows, partial=grows, step=sizes[6])
         if sizes[11]:
-            table, planes = next(left), {name: next(left) for name in index_names(key, exact[2].shape[3])}
-            pages.index = replace(pages, slabs=[(planes, {})], table=table, step=sizes[11])
+            table, sides = next(left), [{}, {}]
+            for side, codec in enumerate((key, value)[: 1 + sizes[10]]):
+                sides[side] = {name: next(left) for name in index_names(codec, exact[2 + side].shape[3])}
+            pages.index = replace(pages, slabs=[(sides[0], sides[1])], table=table, step=sizes[11])
         cache = None
         if sizes[12]:
             keys, values = ({name: next(left) for name in side} for side in slabs[0])

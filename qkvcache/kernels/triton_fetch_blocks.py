@@ -174,10 +174,9 @@ def _strides(plane: Tensor) -> tuple[int, int]:
     return plane.stride(0) * plane.itemsize // WORD, plane.stride(1) * plane.itemsize // WORD if plane.shape[1] > 1 else 0
 
 
-def _named(sides: tuple[Codes, Codes], first: Codes) -> Codes:
-    """The planes of keys and of values, those named in `first` first."""
-    names = [(0, name) for name in first] + [(side, name) for side in (0, 1) for name in sides[side] if side or name not in first]
-    return {f"{side} {name}": sides[side][name] for side, name in names}
+def _named(sides: tuple[Codes, Codes]) -> Codes:
+    """The planes of keys and of values in one dictionary."""
+    return {f"{side} {name}": plane for side, planes in enumerate(sides) for name, plane in planes.items()}
 
 
 OF_PLACES = "blocks", "read", "lengths", "entries", "missing", "counts", "room", "n_quantized", "lengths_b"
@@ -190,9 +189,9 @@ def fetch_blocks(inputs: PagedInputs, selection: Selection) -> PagedInputs:
     counted, most = inputs.rows is not None, triton.next_power_of_2(room)
     if (counted, most) not in cache.launches:
         slots, device, index = cache.blocks.shape[2], cache.blocks.device, pages.index
-        near: Codes = {} if index is None else index.planes[0]  # the bus is slower than the device
-        source = _named((pages.planes[0] | near, pages.planes[1]), near)
-        planes = _planes(source, _named(cache.pages.planes, near)) | {"NEAR": len(near)}
+        near = {} if index is None else _named(index.planes)  # the bus is slower than the device
+        source, target = _named(pages.planes) | near, _named(cache.pages.planes)
+        planes = _planes(source, {name: target[name] for name in near | target}) | {"NEAR": len(near)}
         sizes = {"N": most, "S": triton.next_power_of_2(slots), "STEPS": most.bit_length(), "COUNTED": counted, "BLOCK": BLOCK}
         fixed: dict[str, Any] = {"kept": cache.blocks, "hands": cache.hands, "slots": slots, "heads": heads, "num_warps": 4}
         table = selection.entries if index is None else index.table
@@ -210,18 +209,21 @@ def fetch_blocks(inputs: PagedInputs, selection: Selection) -> PagedInputs:
         lengths.stride(0),
     )  # fmt: skip
     copy((min(room, PROGRAMS), batch * heads, 1), selection.blocks, selection.entries, missing, counts, entries, room)
+    if selection.rest is not None and pages.index is not None:
+        pages.index.lengths = pages.lengths
+        inputs = inputs.twin(pages=pages.index)
     return over_slots(inputs, replace(selection, entries=entries))
 
 
 def index_of(pages: Pages, tokens: int, begin: int | None) -> Callable[[], None]:
-    """A function that copies what chooses blocks into `pages.index`: of `tokens` tokens from `begin` on; None: of the last ones, as the
-    device counts. All arguments are prepared."""
+    """A function that copies tokens into `pages.index`: `tokens` of them from `begin` on; None: the last ones, as the device counts. All
+    arguments are prepared."""
     index: Pages = pages.index  # type: ignore[assignment]
     heads, counted = max(plane.shape[1] for plane in pages.planes[0].values()), begin is None
     lengths: Tensor = pages.lengths if counted else pages.table  # type: ignore[assignment]
     run = Launcher(
         copy_index_kernel, pages.table.device, (), table=pages.table, index=index.table, lengths=lengths, begin=begin or 0, tokens=tokens,
         table_b=pages.table.stride(0), index_b=index.table.stride(0), lengths_b=lengths.stride(0), heads=heads, PAGE=pages.page_size,
-        BASE=pages.firsts[0], BLOCK=BLOCK, COUNTED=counted, num_warps=1, **_planes(pages.planes[0], index.planes[0]),
+        BASE=pages.firsts[0], BLOCK=BLOCK, COUNTED=counted, num_warps=1, **_planes(_named(pages.planes), _named(index.planes)),
     )  # fmt: skip
     return functools.partial(run, (-(-tokens // BLOCK) + 1, len(pages.table) * heads, 1))

@@ -133,12 +133,12 @@ def _list(chosen, entry, count, end, missing, blocks, entries, read, BLOCK: tl.c
 
 @triton.jit(
     do_not_specialize=[
-        "n_quantized", "tokens", "share", "heads", "queries", "room", "chosen_room", "table_b", "rows_b", "lengths_b",
+        "n_quantized", "tokens", "share", "heads", "queries", "room", "chosen_room", "table_b", "rest_b", "rows_b", "lengths_b",
     ]
 )  # fmt: skip
 def choose_blocks_kernel(
-    scores, table, rows, lengths, blocks, entries, read, rest_blocks, rest_entries, rest_read,
-    table_b, rows_b, lengths_b, n_quantized, tokens, share, heads, queries, room, chosen_room,
+    scores, table, rest_table, rows, lengths, blocks, entries, read, rest_blocks, rest_entries, rest_read,
+    table_b, rest_b, rows_b, lengths_b, n_quantized, tokens, share, heads, queries, room, chosen_room,
     N: tl.constexpr, PAGE: tl.constexpr, COUNTED: tl.constexpr, ARCH: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
     WHOLE: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
@@ -146,7 +146,7 @@ def choose_blocks_kernel(
 
     scores         of `score_blocks_kernel`; `queries`: rows of queries, G * Q; N: a power of two, at least the blocks of a row
     blocks, entries, read   `pages.Selection`, `chosen_room` blocks
-    rest_blocks, rest_entries, rest_read   the same of the others, `room - chosen_room` blocks; written with REST
+    rest_blocks, rest_entries, rest_read   the same of the others, `room - chosen_room` blocks, in `rest_table`: rest_b; written with REST
     """
     bh = tl.program_id(0)
     b = (bh // heads).to(tl.int64)
@@ -182,6 +182,7 @@ def choose_blocks_kernel(
     missing = end * BLOCK - length
     _list(chosen, entry, count, end, missing, blocks + bh * chosen_room, entries + bh * chosen_room, read + bh, BLOCK)
     if REST:
+        entry = tl.load(rest_table + b * rest_b + i * BLOCK // PAGE, mask=exists, other=0)
         others, at = exists & (chosen == 0), bh * (room - chosen_room)
         _list(others, entry, stored - count, end, missing, rest_blocks + at, rest_entries + at, rest_read + bh, BLOCK)
 
@@ -234,8 +235,8 @@ def select_blocks(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None
     choose = _choosing(query.device, max(triton.next_power_of_2(room), 32), pages.page_size, counted, arch, coarse)
     written = (x for each in (selection, selection.rest or selection) for x in (each.blocks, each.entries, each.lengths))
     choose(
-        (panels, 1, 1), scores, pages.table, *written, call.strides[0], inputs.max_length, *wanted, plan.heads, rows, room, chosen,
-        held=call.held,
+        (panels, 1, 1), scores, pages.table, table, *written, call.strides[0], table.stride(0), inputs.max_length, *wanted, plan.heads,
+        rows, room, chosen, held=call.held,
     )  # fmt: skip
     return selection
 
@@ -252,8 +253,8 @@ OF_SCORES = (
     "scaling", "softcap", "n_quantized", "tokens", "share", "room",
 )  # fmt: skip
 OF_CHOICE = (
-    "scores", "table", "blocks", "entries", "read", "rest_blocks", "rest_entries", "rest_read", "table_b", "n_quantized", "tokens", "share",
-    "heads", "queries", "room", "chosen_room",
+    "scores", "table", "rest_table", "blocks", "entries", "read", "rest_blocks", "rest_entries", "rest_read", "table_b", "rest_b",
+    "n_quantized", "tokens", "share", "heads", "queries", "room", "chosen_room",
 )  # fmt: skip
 
 

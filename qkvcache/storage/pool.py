@@ -4,7 +4,7 @@ A page is one range of bytes with the planes of keys `[H', PAGE, width]`, then t
 and are counted: a page that several tables name is copied before one of its owners writes (`PagedTokens.own`). A slab
 whose pages are all free is given back.
 
-Pages may lie in host memory. Kernels then have an index on the device: copies of what chooses blocks, in pages with the same numbers.
+Pages may lie in host memory. Kernels then have an index on the device, in pages with the same numbers: copies of what each step reads.
 
 Kernels find pages by address. Where torch reads them, the pages of a row in a slab are neighbours instead, plane by plane, so that their
 tokens are a view of each plane.
@@ -45,7 +45,7 @@ class PageLayout:
         page_size: tokens of a page.
         dtype: the model's dtype.
         per_head: heads have copies of buffers that they could share, since a slot holds another token in each of them.
-        index: pages have those buffers of keys alone that choose blocks.
+        index: pages have the buffers of an index alone (`kernels.Pages.index`), of keys (1) or of values too (2); 0: all buffers.
     """
 
     codecs: tuple[Codec, Codec]
@@ -54,16 +54,16 @@ class PageLayout:
     page_size: int
     dtype: torch.dtype
     per_head: bool = False
-    index: bool = False
+    index: int = 0
 
     @cached_property
     def planes(self) -> tuple[tuple[int, str, torch.dtype, int, int, int], ...]:
         """The side (0: keys), buffer, dtype, heads, width and first byte of each plane."""
         found, at = [], 0
         for side, (codec, dim) in enumerate(zip(self.codecs, self.dims, strict=True)):
-            only = (index_names(codec, dim), ())[side] if self.index else None
+            only = index_names(codec, dim) if side < self.index else ()
             for buffer in codec.buffers(dim):
-                if buffer.tokens == "each" and (only is None or buffer.name in only):
+                if buffer.tokens == "each" and (not self.index or buffer.name in only):
                     dtype, heads = buffer.dtype or self.dtype, self.heads if self.per_head or buffer.heads == "each" else 1
                     found.append((side, buffer.name, dtype, heads, buffer.width, at))
                     at += aligned(heads * self.page_size * buffer.width * dtype.itemsize, ALIGNMENT)
@@ -115,12 +115,12 @@ class PagePool:
 
     Args:
         by_address: kernels read and write the pages.
-        on_host: pages lie in host memory.
+        index: of the layout of the index, where pages lie in host memory; 0: they lie on the device.
     """
 
-    def __init__(self, layout: PageLayout, device: torch.device, by_address: bool, on_host: bool = False):
-        self.layout, self.device, self.by_address, self.on_host = layout, device, by_address, on_host
-        self.index = PagePool(replace(layout, index=True), device, True) if by_address and on_host else None
+    def __init__(self, layout: PageLayout, device: torch.device, by_address: bool, index: int = 0):
+        self.layout, self.device, self.by_address, self.on_host = layout, device, by_address, index > 0
+        self.index = PagePool(replace(layout, index=index), device, True) if by_address and index else None
         self.slabs: list[Slab] = []
         self.owners = numpy.zeros(0, numpy.int32)
         """Owners of each page, by number."""

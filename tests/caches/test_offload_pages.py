@@ -38,8 +38,12 @@ def assert_same(mine: CompressedCache, other: CompressedCache, pieces: list[torc
 
 
 @pytest.mark.parametrize(
-    ("mode", "options"), [*((mode, {}) for mode in MODES), ("beams", {"max_length": 300}), ("greedy", {"attention_budget": 0.3})]
-)
+    ("mode", "options"),
+    [
+        *((mode, {}) for mode in MODES), ("beams", {"max_length": 300}), ("greedy", {"attention_budget": 0.3}),
+        ("chunked_prefill", {"attention_rest": "coarse"}),
+    ],
+)  # fmt: skip
 def test_generate_gives_the_same_tokens(mode, options):
     """As without `offload_pages`: with padding, beams and prompts in pieces."""
     inputs = prompt(rows=2, length=150)
@@ -58,10 +62,11 @@ def test_steps_and_pieces_give_the_same_logits(format, length):
     assert_same(*caches(format=format, max_length=length), pieces)
 
 
-def layers(format: str = "int8", **options) -> list[CompressedLayer]:
+def layers(format: str = "int8", coarse: bool = False, **options) -> list[CompressedLayer]:
     """One with its pages in host memory, and one without."""
-    options |= {"num_sink_tokens": 2, "residual_length": 4, "attention_budget": AttentionBudget(BUDGET)}
-    return [CompressedLayer(FORMATS[format], **options, offload_pages=offload) for offload in (True, False)]
+    options |= {"num_sink_tokens": 2, "residual_length": 4, "attention_budget": AttentionBudget(BUDGET, coarse=coarse)}
+    chosen = FORMATS[format].in_halves() if coarse else FORMATS[format]
+    return [CompressedLayer(chosen, **options, offload_pages=offload) for offload in (True, False)]
 
 
 def step(pair: list[CompressedLayer], tokens: int, rows: int = 2) -> None:
@@ -88,9 +93,14 @@ def change(pair: list[CompressedLayer], what: str) -> list[CompressedLayer]:
     return [copy.deepcopy(layer) for layer in pair] if what == "copy" else pair
 
 
-@IN_TORCH_AND_KERNELS
-@pytest.mark.parametrize(("what", "length"), [*((what, None) for what in CHANGES), ("reorder", 320), ("reset", 320)])
-def test_tokens_that_change_are_fetched_anew(what, length, backend, monkeypatch):
+@pytest.mark.parametrize(
+    ("backend", "what", "length"),
+    [
+        *(("torch", what, None) for what in CHANGES), ("torch", "reset", 320),
+        ("triton", "fork", None), ("triton", "select", None), ("triton", "reorder", 320),
+    ],
+)  # fmt: skip
+def test_tokens_that_change_are_fetched_anew(backend, what, length, monkeypatch):
     """After a crop, blocks have other tokens; and so on."""
     monkeypatch.setenv("QKVCACHE_KERNELS", backend)
     pair = layers(max_length=length)
@@ -104,22 +114,26 @@ def test_tokens_that_change_are_fetched_anew(what, length, backend, monkeypatch)
 
 
 @IN_TORCH_AND_KERNELS
-def test_a_snapshot_is_restored(backend, monkeypatch):
+@pytest.mark.parametrize("coarse", [False, True])
+def test_a_snapshot_is_restored(coarse, backend, monkeypatch):
+    """Also with the rest in the index, by the upper halves of keys and of values."""
     monkeypatch.setenv("QKVCACHE_KERNELS", backend)
-    pair = layers("turboquant_4bit_nc")
+    pair = layers("turboquant_4bit_nc", coarse)
     step(pair, 120, 1)
     held = snapshot(pair[0])
-    pair = layers("turboquant_4bit_nc")
+    pair = layers("turboquant_4bit_nc", coarse)
     for layer in pair:
         restore(layer, held, "cpu")
-    step(pair, 1, 1)
+    step(pair, 1, 1), step(pair, 1, 1)
+    index = pair[0].storage.tokens.pages.index
+    assert index is None or [side.keys() for side in index.slabs[0]] == [{"high", "scale"}, {"high", "scale_zero"} if coarse else set()]
 
 
 @pytest.mark.parametrize(("length", "backend"), [(None, "triton"), (256, "torch")])
 def test_compiled_steps(length, backend, monkeypatch):
     monkeypatch.setenv("QKVCACHE_KERNELS", backend)
     torch.compiler.reset()
-    compiled, eager = layers(max_length=length, compile=True)
+    compiled, eager = layers("turboquant_4bit_nc", length is None, max_length=length, compile=True)
 
     def one(layer, x, query):
         return attend_on_codes(query, layer.update(*x)[0].attention_inputs)
