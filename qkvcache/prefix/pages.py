@@ -66,18 +66,18 @@ class StoredPages:
         return self.memory.use(name) is not None or on_disk
 
     def find(self, name: bytes) -> HostSnapshot | None:
-        """A page in host memory, read from disk if need be; None if it is not stored or damaged."""
+        """A page in host memory, read from disk if need be; None if it is not stored or damaged. Memory that need not be
+        locked is that of the file."""
         found = self.memory.use(name)
         if found is None and self._disk is not None and (page := self._disk.read_page(self._file(name))) is not None:
-            found = self.keep(name, page)
+            found = self.keep(name, page) if self._lock else self._hold(name, HostSnapshot("page", {"page": page}))
         return found
 
     def keep(self, name: bytes, page: Tensor) -> HostSnapshot:
         """Copies the bytes of a page, uint8 `[bytes]` on any device, to host memory."""
         found = HostSnapshot.of(Snapshot("page", {"page": page}), self._lock, self._blocks if self._lock else None)
         found.wait()
-        self.memory.hold(name, found)
-        return found
+        return self._hold(name, found)
 
     def write(self, name: bytes, page: HostSnapshot, now: int, index: int) -> str | None:
         """Writes a page that was used at `now` as page number `index` of a prompt. Returns None, or the reason why it
@@ -87,6 +87,10 @@ class StoredPages:
         reason = self._disk.write_page(self._file(name), page.tensors["page"], f"page {index} in {self.format}", self.size)
         self._disk.touch(self._file(name), now - LATER_NS * index)
         return reason
+
+    def _hold(self, name: bytes, page: HostSnapshot) -> HostSnapshot:
+        self.memory.hold(name, page)
+        return page
 
     def _file(self, name: bytes) -> str:
         return f"{self._identity.hex()}-{self._template.hex()}-{name.hex()}{SUFFIX}"
