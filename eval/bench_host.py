@@ -1,10 +1,10 @@
-"""Host time of a step of one token, a layer of a growing cache: `update` and the attention after it, without launches and the GPU.
+"""Host time of a step of one token, a layer of a growing cache: `update` and the attention after it, without the driver and the GPU.
 
-    python eval/bench_host.py [--formats int8,turboquant_4bit_nc] [--steps 200] [--rounds 20]
+    python eval/bench_host.py [--formats int8,turboquant_4bit_nc] [--steps 20] [--rounds 300]
 
-Kernels of Triton do nothing here, so that no GPU is needed: what is left is what Python and torch take to store a token, to prepare the
-arguments of launches and to allocate outputs. Tokens leave the residual and are quantized as often as in a text. Rows have microseconds of
-the fastest of `--rounds`, of both together and of `update` alone.
+Compiled kernels do nothing here, so that no GPU is needed: what is left is what Python and torch take to store a token, to prepare the
+arguments of launches, to find the kernels and to allocate outputs. Tokens leave the residual and are quantized as often as in a text. Rows
+have microseconds of the fastest of `--rounds`, of both together and of `update` alone.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 os.environ.pop("TRITON_INTERPRET", None)  # the interpreter is chosen when kernels are defined
 
@@ -20,10 +21,11 @@ from gpu import milliseconds, random_llama
 from harness import Table, parser_of, replace_rows, run_or_show
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from qkvcache import CompressedCache
-from qkvcache.kernels import dispatch
+from qkvcache.kernels import dispatch, launch
 
 SHAPE = {"num_hidden_layers": 1, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 """The attention of Llama 3.1 8B; nothing else of the model is computed while it is timed."""
@@ -59,8 +61,11 @@ def fastest(call: Callable[[], object], steps: int, rounds: int) -> float:
 
 def measure(args: argparse.Namespace) -> None:
     os.environ["QKVCACHE_KERNELS"] = "triton"
-    dispatch._INTERPRETED = True  # launches do nothing on any device
-    JITFunction.run = lambda *args, **kwargs: None
+    dispatch._INTERPRETED = True  # compiled kernels do nothing on any device
+    driver.set_active(SimpleNamespace(get_current_device=lambda: -1, get_current_stream=lambda device: 0))  # -1: that of tensors on a CPU
+    launch._callable = lambda kernel: True
+    compiled = SimpleNamespace(run=lambda *args: None, function=None, packed_metadata=None)
+    JITFunction.run = lambda *args, **kwargs: compiled
     torch.set_num_threads(1)
     for format in args.formats:
         replace_rows(args.out, f"host: {format}", [{"format": format} | timed(format, args.steps, args.rounds)])
@@ -68,14 +73,14 @@ def measure(args: argparse.Namespace) -> None:
 
 def tables(rows: list[dict]) -> Iterator[Table]:
     lines = ([row["format"], str(row["step_us"]), str(row["update_us"])] for row in rows)
-    yield Table(["format", "a layer's step, us", "of it, update"], lines, "host time without launches")
+    yield Table(["format", "a layer's step, us", "of it, update"], lines, "host time without the driver")
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__, "host")
     parser.add_argument("--formats", nargs="+", default=["int8", "turboquant_4bit_nc"], metavar="A,B")
-    parser.add_argument("--steps", type=int, default=200, help="of a round")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20, help="of a round")
+    parser.add_argument("--rounds", type=int, default=300)
     run_or_show(parser, parser.parse_args(arguments), measure, "host", tables, gpu=False)
 
 
