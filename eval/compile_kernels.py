@@ -465,6 +465,7 @@ def jobs(everything: bool) -> Iterator[Job]:
                 yield attention(halves.name, 128, target, "rest")
             if format != "identity":
                 yield attention_in_tiles(format, 128, target, 128)
+                yield attention_in_tiles(format, 128, target, 128, "blocks")
         yield queries_of_latents(target)
         yield choosing(4096, target)
         yield from fetching(target)

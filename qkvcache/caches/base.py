@@ -88,7 +88,7 @@ class CompressedCache(DynamicCache):
             compiled. Needs formats with kernels, and attention other than eager.
         attention_budget: tokens that each query and KV head reads of those that are quantized, beside the exact ones: a number of tokens,
             or a share of them between 0 and 1; None: all. Every token is kept: each step chooses the blocks of 32 tokens with the largest
-            weights, by the keys' codes (`docs/guides/long-context.md`), once for each 128 new tokens. Until there are more tokens than the
+            weights, by the keys' codes (`docs/guides/long-context.md`), once for each 32 new tokens. Until there are more tokens than the
             budget, attention reads everything, as it always does for more than 512 new tokens at once (parts of a prompt), and on a GPU
             where choosing takes longer than reading.
         attention_rest: the tokens that are not chosen: "drop" leaves them out; "coarse" reads them by the upper two bits of their codes,

@@ -70,7 +70,7 @@ def tiled(query: Tensor, inputs: PagedInputs, mask: Tensor | None, options: Page
     It serves causal attention under no mask but one that hides columns, of quantized keys and values of 64 or 128 channels in fp16 or bf16,
     on Hopper: on other GPUs nobody measured it."""
     rows = query.shape[1] // inputs.ring[0].shape[1] * query.shape[2]
-    if not inputs.max_length or inputs.pages.per_head or inputs.splits or inputs.selection or rows < FEWEST_TILE_ROWS:
+    if not inputs.max_length or inputs.pages.per_head or inputs.splits or inputs.rest or rows < FEWEST_TILE_ROWS:
         return None
     if not (architecture(query.device)[0] // 10 == 9 or query.device.type == "cpu"):
         return None
@@ -98,10 +98,10 @@ OF_INPUTS = "rows", "lengths", "exact", "rows_b", "lengths_b", "lengths_h", "exa
 """Arguments of kernels that are the same in all calls over the same inputs."""
 OF_CALL = (
     "query", "mask", "part", "maxima", "sums", "table", "query_b", "query_h", "query_q", "table_b", "mask_b", "mask_t", "scaling",
-    "softcap", "n_quantized", "least",
+    "softcap", "n_quantized", "least", "blocks", "read", "table_h", "room",
 )  # fmt: skip
 """Arguments of a call that both attention kernels have."""
-OF_ATTEND = "region_query", "items", "blocks", "read", "weights", "tops", "table_h", "mask_h", "mask_q", "room", "before", "splits"
+OF_ATTEND = "region_query", "items", "weights", "tops", "mask_h", "mask_q", "before", "splits"
 """Those that `attend_kernel` has besides."""
 OF_REDUCE = "part", "maxima", "sums", "firsts", "sinks", "out", "lse", "splits"
 OF_SUM = "weights", "tops", "lse", "observed", "attention_sums", "slots", "grains", "n_quantized"
@@ -244,7 +244,8 @@ class LaunchPlan:
         rows, nvidia = self.groups * self.queries, bool(arch) or device.type == "cpu"
         # Weights that are stored need the registers that more rows would.
         launch = launch or launched(use.key, use.value, max(dim, self.value_dim), rows, nvidia and not observed)
-        self.tile, self.rows, self.exact = min(launch.tile, BLOCK) if selected else launch.tile, launch.rows if nvidia else 16, exact
+        self.tile = min(launch.tile, BLOCK) if selected and not launch.many else launch.tile
+        self.rows, self.exact = launch.rows if nvidia else 16, exact
         self.blocks, self.programs, self.many = -(-rows // self.rows), processors * launch.programs, launch.many
         self.panels = (1 if items else self.batch) * self.heads * self.blocks  # each is read by as many programs as there are splits
         # Columns of the scratch of accumulated attention: at least the two that a thread holds.
@@ -380,12 +381,11 @@ class Call:
         mask_b, mask_h, mask_q, mask_t = self.mask_strides
         call = (
             self.query, self.mask, *self.outputs, table, *self.query.stride()[:3], table_b, mask_b, mask_t, self.scaling, self.softcap,
-            self.inputs.max_length, least,
+            self.inputs.max_length, least, blocks, read, table_h, blocks.shape[-1],
         )  # fmt: skip
         if not plan.many:
             items = empty if self.items is None else self.items.items
-            call += self.region_query, items, blocks, read, self.weights, self.tops, table_h, mask_h, mask_q
-            call += blocks.shape[-1], before, self.splits
+            call += self.region_query, items, self.weights, self.tops, mask_h, mask_q, before, self.splits
         plan.attend((splits, plan.blocks, plan.panels // plan.blocks), *call, held=self.held)
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:

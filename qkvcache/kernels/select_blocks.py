@@ -19,8 +19,8 @@ from .attend import MASKED_BELOW, MASKED_SCORE
 from .pages import BEGIN, BLOCK, SINKS, WHOLE, PagedInputs, Selection
 from .segments import Packed, scores_of_levels
 
-GROUP, SAMPLED = 128, 16
-"""The most queries that share a choice, and how many of them weigh the blocks: of texts, 16 choose as well as all of a group do."""
+GROUP, SAMPLED = 32, 8
+"""The most queries that share a choice, and how many of them weigh the blocks for all: those of a text choose alike."""
 MOST_QUERIES = 512
 """The most queries that read chosen blocks: a turn, not a part of a prompt, which reads all tokens."""
 LEAST_SKIPPED = 2**19

@@ -76,6 +76,15 @@ def _interleaved(planes, T: tl.constexpr, WORDS: tl.constexpr, PER: tl.constexpr
 
 
 @triton.jit
+def _token_of(blocks, place, BLOCK: tl.constexpr):
+    """The tokens at `place`, int [T], among those that are read: their indices in the row's pages."""
+    if BLOCK:
+        return tl.load(blocks + place // BLOCK) * BLOCK + place % BLOCK
+    else:
+        return place
+
+
+@triton.jit
 def _norm(
     X: tl.constexpr,
     D: tl.constexpr,
@@ -83,13 +92,15 @@ def _norm(
     planes,
     strides: tl.constexpr,
     table,
+    blocks,
     low,
     high,
     PAGE: tl.constexpr,
     BASE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Return the divisor of the scales and zeros of the tokens `low` to `high`, fp32, at least 1e-30; 1 if fp16 holds
-    them anyway. `planes`, `strides`: as of `page_of`."""
+    """Return the divisor of the scales and zeros of the tokens that are read from `low` to `high`, fp32, at least 1e-30; 1 if fp16
+    holds them anyway. `planes`, `strides`: as of `page_of`."""
     if X.group > 0:
         return 1.0
     else:
@@ -97,8 +108,9 @@ def _norm(
         most = tl.full([4096], 1e-30, tl.float32)
         for at in range(low, high, 4096):
             place = tl.minimum(at + i, high - 1)
-            _, _, here = page_of(X, D, ONCE, planes, strides, entry_of(table, place, place >= 0, PAGE, BASE), 0)
-            scale, zero = token_scale(X, ONCE, here, place % PAGE)
+            entry = entry_of(table, place, place >= 0, BLOCK if BLOCK else PAGE, BASE)
+            _, _, here = page_of(X, D, ONCE, planes, strides, entry, 0)
+            scale, zero = token_scale(X, ONCE, here, _token_of(blocks, place, BLOCK) % PAGE)
             if X.scale == "pair":
                 scale = tl.maximum(scale, tl.abs(zero) / LARGEST_ZERO)
             most = tl.maximum(most, tl.where(scale < 1e30, scale, 0.0))  # a token that is not finite must not spoil the others
@@ -303,17 +315,18 @@ def _queries(
 # What changes from step to step, or call to call, must not compile the kernel anew.
 @triton.jit(
     do_not_specialize=[
-        "scaling", "softcap", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "table_b", "rows_b", "lengths_b",
-        "mask_b", "mask_t",
+        "scaling", "softcap", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "room", "table_b", "table_h", "rows_b",
+        "lengths_b", "mask_b", "mask_t",
     ]
 )  # fmt: skip
 def attend_tiles_kernel(
-    query, rotation, table, rows, lengths, k_planes, v_planes, exact, mask, part, maxima, sums, query_b, query_h, query_q, table_b, rows_b,
-    lengths_b, exact_strides, mean_strides, mask_b, mask_t, scaling, softcap, n_sinks, n_quantized, n_residual, least, heads,
-    queries,
+    query, rotation, table, rows, lengths, blocks, read, k_planes, v_planes, exact, mask, part, maxima, sums,
+    query_b, query_h, query_q, table_b, table_h, rows_b, lengths_b, exact_strides, mean_strides, mask_b, mask_t, scaling, softcap,
+    n_sinks, n_quantized, n_residual, least, heads, queries, room,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
     PAGE: tl.constexpr, BASE: tl.constexpr, COUNTED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, k_strides: tl.constexpr,
     v_strides: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Causal attention of the last `queries` tokens, which are among the residual, over sinks, quantized tokens in pages that heads share
     and the residual (`pages.PagedInputs`), split over programs.
@@ -323,7 +336,7 @@ def attend_tiles_kernel(
 
     query          [B, H * G, queries, D] model dtype               query_b, query_h, query_q
     rotation       fp16 [D, D], `tables.Tables.matrix`; read if K.rotated; TURN: factor of the rotation
-    table, rows, lengths, k_planes, v_planes, k_strides, v_strides, exact, exact_strides   as of `attend_kernel`;
+    table, rows, lengths, blocks, read, k_planes, v_planes, k_strides, v_strides, exact, exact_strides   as of `attend_kernel`;
                    COUNTED: rows begin with the first token of their pages, and the rings of row `b` are row `b` of the residual
     mask           uint8 (0: hidden) [B, columns], read if MASK: mask_b, mask_t
     part           fp32 [B * H, blocks, splits, R, DV]; maxima, sums fp32 [B * H, blocks, splits, R]; contiguous
@@ -342,13 +355,17 @@ def attend_tiles_kernel(
     live = r < G * queries
     row = tl.minimum(r, G * queries - 1)
     number = row % queries
-    in_ring, length, oldest_slot = n_residual, n_quantized, 0
+    in_ring, stored, oldest_slot = n_residual, n_quantized, 0
     if COUNTED:
         rows += b * rows_b
-        length = tl.load(lengths + b * lengths_b)
+        stored = tl.load(lengths + b * lengths_b)
         n_sinks = tl.load(rows + 3)
         oldest_slot = tl.load(rows + 4)
         in_ring = tl.load(rows + 5)
+    length = stored
+    if BLOCK:
+        length = tl.load(read + bh)
+        blocks += bh * room
     if MASK:
         mask += b * mask_b
     panel = (bh * tl.num_programs(1) + block).to(tl.int64)
@@ -360,7 +377,7 @@ def attend_tiles_kernel(
     if EXACT and split == 0:
         x_query = tl.load(query + q_rows[:, None] + tl.arange(0, D)[None, :], mask=live[:, None], other=0.0)
         x_factor = tl.full([R], 1.0, tl.float32) * scaling
-        newest = n_sinks + length + in_ring - queries + number
+        newest = n_sinks + stored + in_ring - queries + number
         state = _exact_tiles(
             D, DV, T, SOFTCAP, MASK, ARCH, False, state, x_query, x_factor,
             exact[0] + b * exact_strides[0] + h * exact_strides[1], exact_strides[2],
@@ -371,7 +388,7 @@ def attend_tiles_kernel(
             D, DV, T, SOFTCAP, MASK, ARCH, COUNTED, state, x_query, x_factor,
             exact[2] + b * exact_strides[6] + h * exact_strides[7], exact_strides[8],
             exact[3] + b * exact_strides[9] + h * exact_strides[10], exact_strides[11],
-            n_residual, n_sinks + length, newest, mask, mask_t, softcap, oldest_slot, in_ring,
+            n_residual, n_sinks + stored, newest, mask, mask_t, softcap, oldest_slot, in_ring,
         )  # fmt: skip
         tl.store(out, acc, mask=live[:, None])
     else:
@@ -386,34 +403,43 @@ def attend_tiles_kernel(
         each = _tiles_of_split(length, tl.maximum(splits - EXACT, 1), least, T)
         low = tl.multiple_of((split - EXACT) * each, T)
         high = tl.minimum(low + each, length)
-        hides = _hides(mask, n_sinks + low, n_sinks + high, mask_t) if MASK else False
+        hides = BLOCK > 0
+        if MASK and not BLOCK:
+            hides = _hides(mask, n_sinks + low, n_sinks + high, mask_t)
         t = tl.arange(0, T)
         unit = 1e-30  # that of the output
         if low < high:
-            table += b * table_b
+            table += b * table_b + h * table_h
+            UNIT: tl.constexpr = BLOCK if BLOCK else PAGE
             k_head = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), k_strides, b, h)
             v_head = head_of(V, V_ONCE, (v_planes[0], v_planes[1], v_planes[2]), v_strides, b, h)
-            k_norm = _norm(K, D, K_ONCE, k_head, k_strides, table, low, high, PAGE, BASE)
-            unit = tl.maximum(_norm(V, DV, V_ONCE, v_head, v_strides, table, low, high, PAGE, BASE), unit)
+            k_norm = _norm(K, D, K_ONCE, k_head, k_strides, table, blocks, low, high, PAGE, BASE, BLOCK)
+            unit = tl.maximum(_norm(V, DV, V_ONCE, v_head, v_strides, table, blocks, low, high, PAGE, BASE, BLOCK), unit)
             queries_here = q, tl.maximum(factor * k_norm, 1e-37), q_center  # no factor of 0: what is hidden stays hidden
             whole = low + (high - low) // T * T
             place = tl.minimum(low + t, high - 1)
-            page = _page_of_tile(table, low, high, place, PAGE, BASE)
+            page = _page_of_tile(table, low, high, place, UNIT, BASE)
             k_here, v_here = page_of(K, D, K_ONCE, k_head, k_strides, page, 0), page_of(V, DV, V_ONCE, v_head, v_strides, page, 0)
-            stored = (_stored(K, K_ONCE, D, k_here, place % PAGE, ARCH), _stored(V, V_ONCE, DV, v_here, place % PAGE, ARCH))
+            here = _token_of(blocks, place, BLOCK)
+            tiles = (_stored(K, K_ONCE, D, k_here, here % PAGE, ARCH), _stored(V, V_ONCE, DV, v_here, here % PAGE, ARCH))
             for token in tl.range(low, whole, T, num_stages=1):
                 place = tl.minimum(token + T + t, high - 1)
-                page = _page_of_tile(table, token + T, high, place, PAGE, BASE)
+                page = _page_of_tile(table, token + T, high, place, UNIT, BASE)
                 k_here, v_here = page_of(K, D, K_ONCE, k_head, k_strides, page, 0), page_of(V, DV, V_ONCE, v_head, v_strides, page, 0)
-                state, stored = _region_tile(
-                    K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, stored, queries_here, k_here, k_norm, v_here, unit,
-                    place % PAGE, t >= 0, mask, mask_t, n_sinks + token + t, hides, softcap,
+                following = _token_of(blocks, place, BLOCK)
+                column = n_sinks + token + t
+                if BLOCK:
+                    column = n_sinks + here
+                state, tiles = _region_tile(
+                    K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, tiles, queries_here, k_here, k_norm, v_here, unit,
+                    following % PAGE, t >= 0, mask, mask_t, column, hides, softcap,
                 )  # fmt: skip
+                here = following
             if whole < high:
-                slot = tl.minimum(whole + t, high - 1)
-                state, stored = _region_tile(
-                    K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, stored, queries_here, k_here, k_norm, v_here, unit,
-                    slot % PAGE, whole + t < high, mask, mask_t, n_sinks + slot, hides, softcap,
+                here = _token_of(blocks, tl.minimum(whole + t, high - 1), BLOCK)
+                state, tiles = _region_tile(
+                    K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, tiles, queries_here, k_here, k_norm, v_here, unit,
+                    here % PAGE, whole + t < high, mask, mask_t, n_sinks + here, hides, softcap,
                 )  # fmt: skip
         m, l, acc = state
         if not SOFTCAP:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from qkvcache.attention import route
 from qkvcache.formats.int4 import Int4
-from qkvcache.kernels import attend, attend_chunked, attends_in_tiles, cudnn_plans
+from qkvcache.kernels import AttentionBudget, attend, attend_chunked, attends_in_tiles, cudnn_plans
+from qkvcache.kernels import pages as reference
+from qkvcache.kernels.select_blocks import select_blocks
 from tests.matrix import FORMATS, slowly
 from tests.matrix import FORMATS as REGISTRY
 
@@ -57,6 +61,25 @@ def test_everything_together(format, monkeypatch):
     mask[..., -12:] = True
     sinks = torch.tensor([-1.0, 0.5, 3.0], device=DEVICE)
     compare(monkeypatch, format, query, attention_inputs, mask, softcap=3.0, sinks=sinks, scaling=0.2)
+
+
+@pytest.mark.parametrize(("format", "masked"), [*((format, False) for format in slowly(QUANTIZED, QUICK)), ("int8", True)])
+def test_chosen_blocks(format, masked, monkeypatch):
+    """The blocks of each head, of which a tile has several."""
+    query, attention_inputs = make(format, batch=2, heads=2, group=4, queries=9, tokens=350, cuts=(60,))
+    mask = None
+    if masked:
+        mask = torch.rand(2, 1, 1, 350, device=DEVICE) < 0.7
+        mask[..., -9:] = True
+    inputs = replace(attention_inputs.paged, budget=AttentionBudget(100))
+    read = replace(inputs, selection=select_blocks(query.float(), inputs, mask))
+    assert fused.tiled(query, read, mask, {"causal": True})
+    with guarded(monkeypatch):
+        out, lse, _ = fused.attend_pages(query, read, mask, causal=True)
+    wanted, wanted_lse, _ = reference.attend_pages(query.float(), read, mask, causal=True)
+    limit = tolerance(format, query.dtype) + TWICE
+    assert ((out.float() - wanted).norm() / wanted.norm()).item() <= limit
+    torch.testing.assert_close(lse, wanted_lse, rtol=limit, atol=5 * limit)
 
 
 @pytest.mark.parametrize("columns", [slice(0, 20), slice(100, 101), slice(0, 128)], ids=["first", "one", "a split"])
