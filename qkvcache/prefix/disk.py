@@ -422,10 +422,13 @@ class DiskStore:
 
     def touch(self, name: str, time_ns: int) -> bool:
         """Marks a file as used at a time. Returns whether there is one."""
-        with suppress(FileNotFoundError):
+        try:
             os.utime(self.directory / name, ns=(time_ns, time_ns))
-            return True
-        return False
+        except FileNotFoundError:
+            return False
+        except PermissionError:  # the file of another user, who marks it
+            pass
+        return True
 
     def write_page(self, name: str, page: Tensor, text: str, tokens: int) -> str | None:
         """Writes a page. Returns None, or the reason why it was not written.

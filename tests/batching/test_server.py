@@ -206,6 +206,9 @@ def test_without_continuous_batching_generate_gets_the_cache(monkeypatch):
         (["demo", "--no-such-option"], "--no-such-option"),
         (["demo", "demo"], "one model"),
         (["demo", "--quantization", "3bit"], "3bit"),
+        (["demo", "--store", "folder", "--store-bytes", "many"], "'many': expected a size such as 80GB"),
+        (["demo", "--store", __file__], "test_server.py' cannot be used"),
+        (["demo", "--store", "folder", "--no-continuous-batching"], "without continuous batching"),
         (["demo", "--device", "cuda:99"], "device='cuda:99' is not on this machine"),
     ],
 )
