@@ -325,11 +325,16 @@ class RowPages(PagedTokens):
             self.cache.blocks.fill_(-1)
 
     def select(self, rows: Sequence[int]) -> None:
-        pool = self.pool
+        pool, cache, before = self.pool, self.cache, len(self.numbers)
         super().select(rows)
-        self.forget()
         if self.pool is not pool:
             copy_index(self.pages, self.length, 0)
+        if self.cache is None or cache is None or self.cache.blocks.shape[2] != cache.blocks.shape[2]:
+            self.forget()
+            return
+        index = torch.tensor(rows, device=self.pool.device)
+        for new, old in zip(self.cache.tensors, cache.tensors, strict=True):  # blocks go with their rows
+            new.unflatten(0, (len(rows), -1)).copy_(old.unflatten(0, (before, -1)).index_select(0, index))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from super().tensors()

@@ -105,7 +105,10 @@ def test_tokens_that_change_are_fetched_anew(backend, what, length, monkeypatch)
     monkeypatch.setenv("QKVCACHE_KERNELS", backend)
     pair = layers(max_length=length)
     step(pair, 140), step(pair, 1), step(pair, 3)
+    held = pair[0].storage.tokens.cache.blocks.clone()
     before, pair, rows = pair, change(pair, what), 3 if what == "select" else 2
+    if what in ("reorder", "select"):  # blocks go with their rows
+        assert torch.equal(pair[0].storage.tokens.cache.blocks, held[[1, 0] if what == "reorder" else [1, 1, 0]])
     if what in ("crop", "reset"):
         step(pair, 50 if what == "crop" else 120)
     step(pair, 1, rows), step(pair, 1, rows)
