@@ -94,7 +94,6 @@ def what_of(args: argparse.Namespace) -> str:
 
 def cells(args: argparse.Namespace) -> Iterator[Cell]:
     caches = [(DENSE, 1.0, "identity"), *((READ, share, FORMAT) for share in (1.0, *args.shares))]
-    caches += [(COARSE, share, FORMAT) for share in args.shares]
     caches += [(READ, share, format) for format in args.formats for share in (1.0, COMPARED) if (format, share) != ("identity", 1.0)]
     caches += [(policy, share, FORMAT) for policy in args.policies for share in args.shares]
     shard, shards = args.shard
@@ -208,7 +207,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--tokens", type=at_least(500), default=2000, help="tokens of contexts")
     found.add_argument("--step", type=at_least(1), default=1, help="tokens of a step in which answers and texts are read")
     found.add_argument("--shares", nargs="+", type=fraction, default=[1 / 32, 1 / 16, 1 / 8, 1 / 4])
-    found.add_argument("--policies", nargs="*", default=["snapkv", "keydiff", "kvzip"], metavar="POLICY", help="beside reading few")
+    found.add_argument("--policies", nargs="*", default=[COARSE, "snapkv", "keydiff", "kvzip"], metavar="POLICY", help="beside reading few")
     found.add_argument("--formats", nargs="*", default=list(OTHERS), choices=[[], *OTHERS], help="beside the one of all shares")
     found.add_argument("--tasks", nargs="+", default=["multikey", "key_value", "text"], choices=TASKS, metavar="TASK", help=" ".join(TASKS))
     found.add_argument("--contexts", type=at_least(1), default=12, help="of each task")

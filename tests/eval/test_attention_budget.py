@@ -29,7 +29,8 @@ def test_small_steps_measure_what_one_step_does(study):
 
 def test_rows_become_a_table_and_a_picture(study, tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
-    options = ["--tokens", "500", "--shares", "0.125", "--policies", "keydiff", "--formats", "--tasks", "multikey", "--contexts", "1"]
+    options = ["--tokens", "500", "--shares", "0.125", "--policies", "coarse", "keydiff", "--formats", "--tasks", "multikey"]
+    options += ["--contexts", "1"]
     study.main([*options, "--out", str(file)])
     rows = {(row["policy"], row["budget"]): row["contexts"]["multikey"]["0"] for row in read_rows(file)}
     assert rows.keys() == {("dense", 1.0), ("read", 1.0), ("read", 0.125), ("coarse", 0.125), ("keydiff", 0.125)}
