@@ -198,6 +198,9 @@ class Agents(Bench):
         for at in range(repeats):
             generator = torch.Generator().manual_seed(len(history) + at)
             history = history + torch.randint(3, self.config.vocab_size, (new,), generator=generator).tolist()
+            time.sleep(0.3)
+            while manager.cache.sessions is not None and manager.cache.sessions.unwritten:
+                time.sleep(0.1)
             before()
             tokens, seconds = self.turn(manager, history)
             history, times = history + tokens, [*times, 1e3 * seconds]
@@ -213,9 +216,6 @@ class Agents(Bench):
 
 def lose(manager: Any, store: PrefixStore | None = None, folder: Path | None = None) -> None:
     """Loses the cached pages of the pool, those in the host memory of `store`, and what the system holds of the files in `folder`."""
-    time.sleep(0.3)
-    while manager.cache.sessions is not None and manager.cache.sessions.unwritten:
-        time.sleep(0.1)
     for held in manager.cache.allocators:
         held.evict(len(held.ledger.cached_blocks))
     if store is not None:
