@@ -8,18 +8,25 @@ import pytest
 import torch
 
 from qkvcache import CompressedCache
-from qkvcache.kernels import AttentionBudget, attend_on_codes
+from qkvcache.kernels import AttentionBudget, attend_on_codes, select_blocks
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.snapshot import restore, snapshot
+from tests.kernels.test_pages import DEVICE, KERNELS
 from tests.matrix import FORMATS, model
-from tests.reference import ZONES, prompt, run
+from tests.reference import ZONES, assert_close, prompt, run
 from tests.updates import new
 
 from .test_attention_budget import BUDGET, MODES
 
 ZONE = ZONES["zones"]
 CHANGES = "fork", "copy", "crop", "reorder", "select", "reset"
-IN_TORCH_AND_KERNELS = pytest.mark.parametrize("backend", ["torch", "triton"])
+KERNEL = pytest.param("triton", marks=KERNELS)
+
+
+@pytest.fixture(autouse=True)
+def few_tokens_pay(monkeypatch):
+    """A GPU chooses blocks without `offload_pages`, too."""
+    monkeypatch.setattr(select_blocks, "LEAST_SKIPPED", 0)
 
 
 def caches(**options) -> tuple[CompressedCache, CompressedCache]:
@@ -69,9 +76,14 @@ def layers(format: str = "int8", coarse: bool = False, **options) -> list[Compre
     return [CompressedLayer(chosen, **options, offload_pages=offload) for offload in (True, False)]
 
 
+def random(tokens: int, rows: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Keys and values, and queries."""
+    return tuple(side.to(DEVICE) for side in new(tokens, rows=rows, dims=(64, 64))), torch.randn(rows, 4, tokens, 64).to(DEVICE)
+
+
 def step(pair: list[CompressedLayer], tokens: int, rows: int = 2) -> None:
     """Both layers attend to the same tokens, with the same result."""
-    x, query = new(tokens, rows=rows, dims=(64, 64)), torch.randn(rows, 4, tokens, 64)
+    x, query = random(tokens, rows)
     mine, other = ((layer.update(*x)[0], layer) for layer in pair)
     if not isinstance(mine[0], torch.Tensor):
         mine, other = (attend_on_codes(query, key.attention_inputs, causal=True) for key, _ in (mine, other))
@@ -97,7 +109,7 @@ def change(pair: list[CompressedLayer], what: str) -> list[CompressedLayer]:
     ("backend", "what", "length"),
     [
         *(("torch", what, None) for what in CHANGES), ("torch", "reset", 320),
-        ("triton", "fork", None), ("triton", "select", None), ("triton", "reorder", 320),
+        *(pytest.param("triton", what, n, marks=KERNELS) for what, n in (("fork", None), ("select", None), ("reorder", 320))),
     ],
 )  # fmt: skip
 def test_tokens_that_change_are_fetched_anew(backend, what, length, monkeypatch):
@@ -116,7 +128,7 @@ def test_tokens_that_change_are_fetched_anew(backend, what, length, monkeypatch)
         step(before, 2)
 
 
-@IN_TORCH_AND_KERNELS
+@pytest.mark.parametrize("backend", ["torch", KERNEL])
 @pytest.mark.parametrize("coarse", [False, True])
 def test_a_snapshot_is_restored(coarse, backend, monkeypatch):
     """Also with the rest in the index, by the upper halves of keys and of values."""
@@ -126,13 +138,13 @@ def test_a_snapshot_is_restored(coarse, backend, monkeypatch):
     held = snapshot(pair[0])
     pair = layers("turboquant_4bit_nc", coarse)
     for layer in pair:
-        restore(layer, held, "cpu")
+        restore(layer, held, DEVICE)
     step(pair, 1, 1), step(pair, 1, 1)
     index = pair[0].storage.tokens.pages.index
     assert index is None or [side.keys() for side in index.slabs[0]] == [{"high", "scale"}, {"high", "scale_zero"} if coarse else set()]
 
 
-@pytest.mark.parametrize(("length", "backend"), [(None, "triton"), (256, "torch")])
+@pytest.mark.parametrize(("length", "backend"), [pytest.param(None, "triton", marks=KERNELS), (256, "torch")])
 def test_compiled_steps(length, backend, monkeypatch):
     monkeypatch.setenv("QKVCACHE_KERNELS", backend)
     torch.compiler.reset()
@@ -145,10 +157,10 @@ def test_compiled_steps(length, backend, monkeypatch):
         fast = torch.compile(one, fullgraph=True, backend="aot_eager")
         step([compiled, eager], 110, 1)
         for _ in range(2):
-            x, query = new(1, rows=1, dims=(64, 64)), torch.randn(1, 4, 1, 64)
+            x, query = random(1, 1)
             for layer in (compiled, eager):
                 layer.get_mask_sizes(1)
-            assert torch.equal(fast(compiled, x, query), one(eager, x, query))
+            assert_close(fast(compiled, x, query), one(eager, x, query), 1e-5)
     torch.compiler.reset()
     assert (compiled.storage.tokens.cache.blocks >= 0).any()
 
