@@ -25,7 +25,7 @@ def test_generate_compiles_steps_of_a_cache_that_grows(compiling, monkeypatch): 
     assert_close(logits(got), logits(expected), 1e-3)
     assert graphs() == 1
     assert cache.get_seq_length() == 75
-    assert [len(layer.storage.tokens.pool.slabs) for layer in cache.layers] == [2] * 3
+    assert {len(layer.storage.tokens.pool.slabs) for layer in cache.layers} == {2}
     assert max(layer.storage.tokens.capacity for layer in cache.layers) == 128
 
 
