@@ -92,7 +92,8 @@ class CompressedCache(DynamicCache):
             budget, attention reads everything, as it always does for more than 512 new tokens at once (parts of a prompt), and on a GPU
             where choosing takes longer than reading.
         attention_rest: the tokens that are not chosen: "drop" leaves them out; "coarse" reads them by the upper two bits of their codes,
-            for formats that keep these apart (`turboquant_4bit_nc`, `HadaQuant(4, 4)`), with an error close to that of reading everything.
+            for formats that keep these apart (`turboquant_4bit_nc`, `HadaQuant(4, 4)`), with a fraction of the error, in more time than
+            reading everything in full.
         offload_pages: keeps quantized tokens in host memory, and on the GPU what each step reads: what chooses blocks (of 4-bit keys in two
             planes the upper halves; with `attention_rest="coarse"` those of values too), the exact tokens, and the blocks that the last
             steps read, twice the budget. Needs `attention_budget`.

@@ -60,9 +60,9 @@ UPPER: int = 21
 each are nearly evenly spaced; levels that are need no table."""
 
 
-UPPER_EVEN: float = 3.5
-"""The same for 16 even steps between the minimum and the maximum of a vector, in these steps: less than four, since values near the ends
-are few."""
+UPPER_EVEN: float = 4.0
+"""The same for 16 even steps between the minimum and the maximum of a vector, in these steps. 3.5 has the least squared error, a tenth
+less, and greater divergence."""
 
 
 @functools.cache

@@ -140,7 +140,7 @@ def test_three_bits(codec, arch):
     [
         (Rotated(2), grid_levels(2)),
         (Rotated(4).coarse, [(n - 1.5) * UPPER * GRID[4][0] for n in range(4)]),
-        (Uniform(4, True).coarse, [3.5 * n + 2.25 for n in range(4)]),
+        (Uniform(4, True).coarse, [4 * n + 1.5 for n in range(4)]),
     ],
     ids=["two", "upper", "upper_uniform"],
 )
