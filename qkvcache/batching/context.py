@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
@@ -86,7 +86,7 @@ def continuous_batching(
     *,
     residual_length: int = 64,
     num_sink_tokens: int = 4,
-    attention_budget: int | float | None = None,
+    attention_budget: int | float | Literal["auto"] | None = None,
     statistics: Statistics | str | Path | None = None,
     store: PrefixStore | None = None,
 ) -> Batching:

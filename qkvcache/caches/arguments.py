@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 from transformers import DynamicCache, PreTrainedConfig
 
@@ -21,7 +22,7 @@ FORMER = {
     "window": "window_length",
 }
 """Options by their names before 0.2."""
-LEAST_READ = 512
+LEAST_READ, LEAST_AUTO = 512, 2048
 """The fewest tokens that attention reads under a budget that is a share."""
 OWN_ATTENTION = frozenset((
     "autoformer", "big_bird", "blip_text_model", "clvp_decoder", "coarse_acoustics", "codegen", "cpmant", "falcon", "fine_acoustics",
@@ -51,7 +52,7 @@ def in_halves(format: Format | FormatByLayer) -> Format | FormatByLayer:
     return found
 
 
-def budget_of(attention_budget: int | float | None, attention_rest: str = "drop") -> AttentionBudget | None:
+def budget_of(attention_budget: int | float | Literal["auto"] | None, attention_rest: str = "drop") -> AttentionBudget | None:
     """The tokens that attention reads. Raises TypeError for another type, ValueError for less than a token, for a share that is not
     between 0 and 1, and for another rest, or one without a budget."""
     check_option("attention_rest", attention_rest, ("drop", "coarse"))
@@ -60,8 +61,12 @@ def budget_of(attention_budget: int | float | None, attention_rest: str = "drop"
         raise ValueError("attention_rest='coarse' without attention_budget: everything is read in full; pass a budget, such as 4096")
     if attention_budget is None:
         return None
+    if attention_budget == "auto":
+        return AttentionBudget(LEAST_AUTO, WHOLE // 4, coarse)
     if isinstance(attention_budget, bool) or not isinstance(attention_budget, int | float):
-        raise TypeError(f"attention_budget={attention_budget!r}: expected a number of tokens, such as 4096, or a share, such as 0.125")
+        raise TypeError(
+            f"attention_budget={attention_budget!r}: expected a number of tokens, such as 4096, a share, such as 0.125, or 'auto'"
+        )
     if isinstance(attention_budget, float):
         if not 0 < attention_budget < 1:
             raise ValueError(f"attention_budget={attention_budget}: a share is between 0 and 1; pass a whole number for tokens")

@@ -87,7 +87,8 @@ class CompressedCache(DynamicCache):
             added between steps, and the number of mask columns is a power of two. With `max_length` steps are always
             compiled. Needs formats with kernels, and attention other than eager.
         attention_budget: tokens that each query and KV head reads of those that are quantized, beside the exact ones: a number of tokens,
-            or a share of them between 0 and 1; None: all. Every token is kept: each step chooses the blocks of 32 tokens with the largest
+            or a share of them between 0 and 1; "auto": a quarter, at least 2,048, which recalls what all recall in
+            `eval/attention_budget.py`; None: all. Every token is kept: each step chooses the blocks of 32 tokens with the largest
             weights, by the keys' codes (`docs/guides/long-context.md`), once for each 32 new tokens. Until there are more tokens than the
             budget, attention reads everything, as it always does for more than 512 new tokens at once (parts of a prompt), and on a GPU
             where choosing takes longer than reading.
@@ -120,7 +121,7 @@ class CompressedCache(DynamicCache):
         skip_layers: Iterable[int] = (),
         max_length: int | None = None,
         compile: bool = False,
-        attention_budget: int | float | None = None,
+        attention_budget: int | float | Literal["auto"] | None = None,
         attention_rest: Literal["drop", "coarse"] = "drop",
         offload_pages: bool = False,
         offloading: bool = False,
@@ -266,7 +267,7 @@ class CompressedCache(DynamicCache):
         policy: KVzip = self.policy  # type: ignore[assignment]
         fill(self.layers, policy, model, mask, *read_twice(model, policy, ids, mask, tokenizer, progress))
 
-    def _check_budget(self, attention_budget: int | float | None) -> None:
+    def _check_budget(self, attention_budget: int | float | Literal["auto"] | None) -> None:
         """Raises ValueError for an attention budget with a policy, NotImplementedError for one on latents."""
         if self.policy is not None:
             raise ValueError(f"attention_budget={attention_budget} with policy={self.policy.name}, which evicts tokens: leave one out")

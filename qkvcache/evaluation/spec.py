@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from transformers import DynamicCache, PreTrainedConfig
 
@@ -45,7 +46,7 @@ class CacheSpec:
     num_sink_tokens: int | None = None
     residual_length: int = 64
     max_length: int | None = None
-    attention_budget: int | float | None = None
+    attention_budget: int | float | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.cache, str):
@@ -102,6 +103,6 @@ class CacheSpec:
         return CompressedCache(config, format=self.cache, policy=policy, **zones)  # type: ignore[arg-type]
 
 
-def _amount(budget: float) -> str:
-    """A share in percent, or a number of tokens."""
-    return f"{budget:.0%}" if budget < 1 else f"{budget:,}"
+def _amount(budget: float | str) -> str:
+    """A share in percent, a number of tokens, or a word."""
+    return budget if isinstance(budget, str) else f"{budget:.0%}" if budget < 1 else f"{budget:,}"

@@ -156,7 +156,7 @@ def test_caches_that_change_their_rows(change):
         ({"attention_budget": 0}, ValueError, "attention_budget=0"),
         ({"attention_budget": 1.0}, ValueError, "attention_budget=1.0"),
         ({"attention_budget": -0.5}, ValueError, "attention_budget=-0.5"),
-        ({"attention_budget": "auto"}, TypeError, "attention_budget='auto'"),
+        ({"attention_budget": "automatic"}, TypeError, "attention_budget='automatic'"),
         ({"attention_budget": True}, TypeError, "attention_budget=True"),
         ({"attention_budget": 64, "policy": policies.KeyDiff(budget=64)}, ValueError, "leave one out"),
         ({"attention_budget": 64, "attention_rest": "fine"}, ValueError, "attention_rest='fine'"),
@@ -167,6 +167,11 @@ def test_caches_that_change_their_rows(change):
 def test_wrong_budgets_are_refused(options, error, message):
     with pytest.raises(error, match=message):
         CompressedCache(model("llama").config, format="int8", **options)
+
+
+def test_auto_is_a_quarter_from_a_floor_on():
+    budget = CompressedCache(model("llama").config, format="int8", attention_budget="auto")._attention_budget
+    assert [budget.blocks(stored) * BLOCK for stored in (10, 64, 256, 4096)] == [320, 2048, 2048, 32_768]
 
 
 def test_latents_with_a_budget_are_refused():
