@@ -270,17 +270,20 @@ def draw_combined(path: Path) -> None:
     rows = rows_of("eviction", "eviction_combined")
     exact = {"dense": format_color("DynamicCache"), "H2O": policy_color("h2o"), "sinks": policy_color("sink_window")}
     firsts = [row["name"].split(" ")[0] for row in rows]
-    with picture(path, figsize=(11, 5.5), dpi=130) as (figure, ((axes,),)):
-        bars = axes.barh(
-            range(len(rows)), [row["requests"] for row in rows], color=[exact.get(first) or format_color(first) for first in firsts]
-        )
-        notes = [f"{row['requests']:,}   KL {row['kl']:.3f}, recall {row['recall_unseen']:.0%} / {row['recall_seen']:.0%}" for row in rows]
-        axes.bar_label(bars, notes, padding=4, fontsize=8)
-        axes.set(xscale="log", yticks=range(len(rows)), yticklabels=[row["name"] for row in rows], xlim=(8, 500_000))
-        axes.set_xlabel("requests (right is better)")
-        title = "Requests of 131,072 tokens on 8 x H100, Llama 70B (arithmetic)\nKL and recall (unseen / seen), measured"
-        figure.suptitle(title, fontsize=10)
-        axes.invert_yaxis()
+    colors = [exact.get(first) or format_color(first) for first in firsts]
+    panels = {
+        "requests": ("requests of 131,072 tokens on 8 x H100,\nLlama 70B, by arithmetic (right is better)", "{:,}", 1),
+        "kl": ("KL divergence, nats\n(left is better)", "{:.3f}", 1),
+        "recall_unseen": ("facts recalled, question unseen, %\n(right is better)", "{:.0f}", 100),
+    }
+    with picture(path, 1, 3, figsize=(13, 5.5), dpi=130, sharey=True, layout="constrained") as (_, (grid,)):
+        for axes, (value, (title, note, scale)) in zip(grid, panels.items(), strict=True):
+            values = [scale * row[value] for row in rows]
+            axes.bar_label(axes.barh(range(len(rows)), values, color=colors), map(note.format, values), padding=4, fontsize=8)
+            axes.set_xlabel(title)
+            axes.margins(x=0.2)
+        grid[0].set(xscale="log", yticks=range(len(rows)), yticklabels=[row["name"] for row in rows], xlim=(8, 60_000))
+        grid[0].invert_yaxis()
 
 
 def draw_long_answers(path: Path) -> None:
@@ -306,6 +309,7 @@ def draw_long_answers(path: Path) -> None:
             axes.xaxis.set_major_locator(ticker.FixedLocator([1, 4, 16, 64, 256, 1024]))
             axes.xaxis.set_major_formatter("{x:g}")
             axes.xaxis.set_minor_locator(ticker.NullLocator())
+            axes.set_xlabel("tokens of the answer")
         figure.legend(loc="outside lower center", ncols=6, fontsize=8)
         figure.suptitle(f"{first['model']}, {first['prompts']} answers after {first['context']:,} tokens")
 

@@ -12,6 +12,8 @@ from error_bars import percent, with_error
 from harness import Table, picture
 from palette import line_styles, policy_color
 
+from qkvcache.policies import REGISTRY
+
 DENSE = "dense"
 RULE = (" --- ", " ---: ")
 LEAST = 0.3
@@ -217,11 +219,13 @@ def plot(rows: list[dict], path: Path) -> None:
     every = [setting for setting in every if setting.tokens == every[0].tokens]
     columns = len(every) + 1
     with picture(path, 1, columns, dpi=90, figsize=(5.5 * columns, 5.5), layout="constrained") as (figure, (grid,)):
-        styles = line_styles(sorted({policy for setting in every for policy in setting.policies}), policy_color)
+        # The table has the others.
+        lines = {policy for setting in every for policy in setting.policies if policy.removesuffix(", heads") in REGISTRY}
+        styles = line_styles(sorted(lines), policy_color)
         drawn = {}
         for setting, axes in zip([*every, every[0]], grid, strict=True):
             last, tasks = axes is grid[-1], counted(setting.dense)
-            for policy in setting.policies:
+            for policy in filter(lines.__contains__, setting.policies):
                 found = []
                 for budget in setting.budgets:
                     row = setting.of(policy, budget)

@@ -73,7 +73,7 @@ def caches() -> Table:
         near, fast, whole = quality(format), attention(format), step(format, "compiled")
         lines.append([
             f"`{call}`", *(_quality(near) if near else ("",) * 3), f"{fast['ratio']:.1f}x" if fast else "",
-            *(f"{of['ms'] / whole['ms']:.1f}x" if whole else "" for of in (plain, base)),
+            *(f"{of['ms'] / whole['ms']:.1f}x" + "*" * (of["run"] != whole["run"]) if whole else "" for of in (plain, base)),
         ])  # fmt: skip
     lines.append([f"`{SNAPKV}`", *_quality(kept)[:2], f"{facts(kept)} of {facts(kept_of)}", "", "", ""])
     return Table(["cache", "smaller", "KL", "facts", "attention", "a step", "a step, with compilation"], lines, rule=RULE)

@@ -187,8 +187,8 @@ def attend_latents_kernel(
             table += b * table_b
             k_head = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), k_strides, b, h)
             v_head = head_of(V, V_ONCE, (v_planes[0], v_planes[1], v_planes[2]), v_strides, b, h)
-            unit = tl.maximum(_norm(K, D, K_ONCE, k_head, k_strides, table, low, high, PAGE, BASE), unit)
-            rope_norm = _norm(V, P, V_ONCE, v_head, v_strides, table, low, high, PAGE, BASE)
+            unit = tl.maximum(_norm(K, D, K_ONCE, k_head, k_strides, table, table, low, high, PAGE, BASE, 0), unit)
+            rope_norm = _norm(V, P, V_ONCE, v_head, v_strides, table, table, low, high, PAGE, BASE, 0)
             factor *= unit
             rope_factor *= rope_norm
             place = tl.minimum(low + t, high - 1)

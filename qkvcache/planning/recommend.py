@@ -230,6 +230,10 @@ def recommend(
     if not fits:
         while_filled = ", the last of which is uncompressed while it is filled" if choice.second_reading else ""
         reasons.append(f"not even this holds {batch} such requests{while_filled}: shorten them, or add memory")
+    if choice.policy is None and context >= LONG and _reads_few(config, choice):
+        reasons.append(
+            "attention_budget=4096 beside it reads few of these tokens a step; offload_pages=True leaves most on the host"
+        )
     if chat:
         reasons.append("keep one cache over the turns, and share what all chats begin with in a PrefixStore")
     return _answer(choice, planned_bytes, guide, reasons, chat)
@@ -255,6 +259,17 @@ def _possible(config: PreTrainedConfig, choice: Choice) -> bool:
         except (ValueError, NotImplementedError):
             return False
     return True
+
+
+def _reads_few(config: PreTrainedConfig, choice: Choice) -> bool:
+    """Whether attention of this model can have a budget."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            CompressedCache(config, format=choice.format, attention_budget=4096)
+        except NotImplementedError:
+            return False
+    return choice.format is not None
 
 
 def _guide(context: int, streaming: bool, chat: bool) -> str:
