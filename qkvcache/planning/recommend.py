@@ -231,9 +231,7 @@ def recommend(
         while_filled = ", the last of which is uncompressed while it is filled" if choice.second_reading else ""
         reasons.append(f"not even this holds {batch} such requests{while_filled}: shorten them, or add memory")
     if choice.policy is None and context >= LONG and _reads_few(config, choice):
-        reasons.append(
-            "attention_budget=4096 beside it reads few of these tokens a step; offload_pages=True leaves most on the host"
-        )
+        reasons.append("attention_budget=4096 beside it reads few of these tokens a step; offload_pages=True leaves most on the host")
     if chat:
         reasons.append("keep one cache over the turns, and share what all chats begin with in a PrefixStore")
     return _answer(choice, planned_bytes, guide, reasons, chat)
