@@ -23,7 +23,7 @@ FORMER = {
 }
 """Options by their names before 0.2."""
 LEAST_READ, LEAST_AUTO = 512, 2048
-"""The fewest tokens that attention reads under a budget that is a share."""
+"""The fewest tokens that attention reads under a budget that is a share, and under "auto"."""
 OWN_ATTENTION = frozenset((
     "autoformer", "big_bird", "blip_text_model", "clvp_decoder", "coarse_acoustics", "codegen", "cpmant", "falcon", "fine_acoustics",
     "flaubert", "fsmt", "git", "gpt_neo", "gpt_neox_japanese", "gptj", "imagegpt", "informer", "led", "megatron-bert", "mvp", "prophetnet",

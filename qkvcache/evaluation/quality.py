@@ -131,10 +131,15 @@ def at_once(cache: Cache) -> int:
     """
     if not isinstance(cache, CompressedCache):
         return GROUP + 1 if isinstance(cache, DynamicCache) else 1
-    if cache.policy or cache.max_length or cache.attention_budget is not None:
+    if cache.policy or cache.max_length or _chooses(cache):
         return 1
     free = [layer.storage.free for layer in cache.layers if isinstance(layer, CompressedLayer) and layer.storage]
     return max(min(free, default=GROUP + 1), 1)
+
+
+def _chooses(cache: Cache) -> bool:
+    """Whether attention reads chosen tokens of `cache`, which several tokens of a step choose together."""
+    return isinstance(cache, CompressedCache) and cache.attention_budget is not None
 
 
 @torch.no_grad()
@@ -247,7 +252,7 @@ def recall(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cases: Re
     longest = max(len(tokenizer(case.answer, add_special_tokens=False)["input_ids"]) for case in cases.cases)
     answers = [] if cases.first is None else [cases.first]
     # A budget holds for each token of the question, too.
-    size = 1 if isinstance(cache, CompressedCache) and cache.attention_budget is not None else step.shape[1]
+    size = 1 if _chooses(cache) else step.shape[1]
     while len(answers) <= longest:
         for part in step.split(size, dim=1):
             logits = model(part, past_key_values=cache, logits_to_keep=1).logits

@@ -52,7 +52,7 @@ class Rotated(Codec):
         return _in_steps(lookup(codes, self.bits, grid_steps(counts), self._halves), codes["scale"].float() * step)
 
     def unpack_upper(self, codes: Codes, head_dim: int) -> QuantizedValues:
-        """By evenly spaced levels (`codebooks.UPPER`), under which the error of a score has the size of that of `Rotated(2)`."""
+        """`unpack` of the upper halves, to evenly spaced levels (`codebooks.UPPER`). Scores have about the error of `Rotated(2)`."""
         return _in_steps(lookup({"codes": codes["high"]}, 2, grid_steps((0, 1))), codes["scale"].float() * (UPPER * GRID[4][0]))
 
 

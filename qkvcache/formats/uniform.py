@@ -57,7 +57,7 @@ class Uniform(Codec):
         return QuantizedValues(levels, scale, zero)
 
     def unpack_upper(self, codes: Codes, head_dim: int) -> QuantizedValues:
-        """By evenly spaced values around the middle (`codebooks.UPPER_EVEN`)."""
+        """`unpack` of the upper halves, to evenly spaced values around the middle (`codebooks.UPPER_EVEN`)."""
         scale, zero = codes["scale_zero"].float().split(1, dim=-1)
         first = (7.5 - 1.5 * UPPER_EVEN) * scale + zero
         return QuantizedValues(lookup({"codes": codes["high"]}, 2, tuple(range(4))), UPPER_EVEN * scale, first)

@@ -126,7 +126,7 @@ def prepare(codecs: tuple[Codec, Codec], dims: tuple[int, int], dtype: torch.dty
 
 
 _STEPS: set[tuple] = set()
-"""What `compile_step` has compiled for."""
+"""Kinds of steps that `compile_step` has compiled."""
 
 
 def _kind_of_step(inputs: PagedInputs) -> tuple:

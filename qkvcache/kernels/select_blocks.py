@@ -44,7 +44,11 @@ def pays(skipped: int, ring: Tensor) -> bool:
 def groups(query: Tensor, inputs: PagedInputs, mask: Tensor | None, causal: bool) -> Iterator[tuple[Tensor, PagedInputs, Tensor | None]]:
     """Yields the queries of each choice, the inputs without later tokens of a causal step, and the rows of the mask."""
     queries = query.shape[2]
-    mask = mask if mask is None else mask[(None,) * (4 - mask.dim())]
+    if mask is not None and mask.dim() < 4:
+        mask = mask[(None,) * (4 - mask.dim())]
+    if queries <= GROUP:
+        yield query, inputs, mask
+        return
     for begin in range(0, queries, GROUP):
         end = min(begin + GROUP, queries)
         rows = mask if mask is None or mask.shape[2] == 1 else mask[:, :, begin:end]
@@ -53,6 +57,8 @@ def groups(query: Tensor, inputs: PagedInputs, mask: Tensor | None, causal: bool
 
 def sampled(x: Tensor) -> Tensor:
     """The queries of a group, `[B, Hq, Q, D]`, or rows of its mask, that weigh blocks: evenly spaced up to the last one."""
+    if x.shape[2] <= SAMPLED:
+        return x
     step = -(-x.shape[2] // SAMPLED)
     return x[:, :, (x.shape[2] - 1) % step :: step]
 

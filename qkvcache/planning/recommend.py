@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedConfig
@@ -230,7 +230,7 @@ def recommend(
     if not fits:
         while_filled = ", the last of which is uncompressed while it is filled" if choice.second_reading else ""
         reasons.append(f"not even this holds {batch} such requests{while_filled}: shorten them, or add memory")
-    if choice.policy is None and context >= LONG and _reads_few(config, choice):
+    if choice.format is not None and context >= LONG and _possible(config, choice, attention_budget=4096):
         reasons.append("attention_budget=4096 beside it reads few of these tokens a step; offload_pages=True leaves most on the host")
     if chat:
         reasons.append("keep one cache over the turns, and share what all chats begin with in a PrefixStore")
@@ -248,26 +248,15 @@ def _ladder(config: PreTrainedConfig, workload: str, context: int, chat: bool) -
     return [choice for choice in possible if choice in wanted] or possible[-1:]
 
 
-def _possible(config: PreTrainedConfig, choice: Choice) -> bool:
-    """Whether the format supports the model's heads, and the model's attention supports the policy."""
+def _possible(config: PreTrainedConfig, choice: Choice, **options: Any) -> bool:
+    """Whether the format supports the model's heads, and the model's attention the policy and the `options`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "nothing will be compressed": the ratio shows it
         try:
-            CompressedCache(config, format=choice.format, policy=choice.policy)
+            CompressedCache(config, format=choice.format, policy=choice.policy, **options)
         except (ValueError, NotImplementedError):
             return False
     return True
-
-
-def _reads_few(config: PreTrainedConfig, choice: Choice) -> bool:
-    """Whether attention of this model can have a budget."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            CompressedCache(config, format=choice.format, attention_budget=4096)
-        except NotImplementedError:
-            return False
-    return choice.format is not None
 
 
 def _guide(context: int, streaming: bool, chat: bool) -> str:

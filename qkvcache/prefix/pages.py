@@ -20,7 +20,7 @@ from .entry import MemoryStore
 from .host_memory import Blocks, HostSnapshot
 
 VERSION = 1
-"""Of the bytes of a page, beside their layout."""
+"""The version of the bytes of a page, which is a part of its name."""
 LATER_NS = 1000
 """Each page of a prompt counts as used by so much earlier than the one before it: without its first pages, the others
 are of no use."""

@@ -62,7 +62,7 @@ class PagedTokens:
         self.table = torch.empty((*self.numbers.shape[:-1], 0), device=device, dtype=torch.int64)
         """The entries of the pages, int64 `[B, C]` or `[B, H, C]`, `C` at least `W`."""
         self.index_table = self.table
-        """The same of the pages of the index, if there is one."""
+        """The entries of the pages of the index, if there is one; else `table`."""
         self.statistics: tuple[Codes, Codes] = {}, {}
         """Buffers that all tokens share. They must be `calibrated` before a token is quantized."""
         self.has_statistics = any(codec.keeps(dim) for codec, dim in zip(self.codecs, self.dims, strict=True))
@@ -103,7 +103,7 @@ class PagedTokens:
         """Arguments that kernels reuse, `PagedInputs.launches`."""
 
     def _entered(self, pool: PagePool, table: Tensor) -> tuple[list[tuple[Codes, Codes]], list[int], Tensor]:
-        """What `pool.bind` returns, and the table with the entries of its pages: a new one, if it does not fit."""
+        """Returns the slabs and first entries of `pool.bind`, and `table` with the entries of pages, or a new one if it does not fit."""
         slabs, firsts = pool.bind()
         width = self.numbers.shape[-1]
         table = self._fitted(table, width, firsts[0])
