@@ -56,6 +56,13 @@ def kind(stored: bytes, key: bytes) -> str:
     return "longer" if stored.startswith(key) else "common"
 
 
+def unbroken(key: bytes, tokens: int) -> int:
+    """`tokens`, or the number of tokens before the image within which they end: before its words, whose highest bit is set (`media.py`)."""
+    while 0 < tokens < length(key) and key[NAME + WIDTH * (tokens - 1)] & key[NAME + WIDTH * tokens] & 0x80:
+        tokens -= 1
+    return tokens
+
+
 Cuts = Sequence[int] | None
 """The numbers of first tokens to which an entry can be cut, ascending; None: any."""
 
@@ -88,7 +95,7 @@ class Index:
         at = bisect_left(self._sorted, key)
         for side in (range(at - 1, -1, -1), range(at, len(self._sorted))):
             for neighbour in map(self._sorted.__getitem__, side):  # each has at most as much in common as the one before
-                if (shared := min(common(neighbour, key), limit)) <= most:
+                if (shared := unbroken(key, min(common(neighbour, key), limit))) <= most:
                     break
                 if (tokens := longest_cut(self._cuts[neighbour], shared)) > most:
                     found, most = neighbour, tokens

@@ -7,25 +7,33 @@ than a fetch.
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.cache_utils import Cache
 
+from .media import DIGEST, digested, placeholders, remaining, unbroken
+
 Ids = Sequence[int] | Sequence[Sequence[int]] | Tensor
+Inputs = Ids | Mapping[str, Any]
+"""Token ids, or what a processor returns: ids and, for one row, the content of images, videos and sounds."""
 STEPS_MATTER = frozenset(("cpmant", "jamba", "moshi", "paligemma", "prophetnet", "recurrent_gemma", "zamba"))
 """Model types of transformers whose answers depend on the steps in which a prompt is read, so that none may go on from a stored
 one: some start recurrent states anew in each step of several tokens, and tokens of others attend to later ones."""
-MEDIA = re.compile(r"(image|video|audio|speech|media|visual|vision)(_placeholder|_indicator)?_token_(id|ids|index)")
-"""Names of a config's placeholders of images, videos and sounds."""
 
 
-def rows(ids: Ids) -> list[Tensor]:
-    """Token ids `[T]` or `[B, T]` as rows, int64 `[T]` each, in host memory. Raises TypeError or ValueError for anything else."""
+def rows(ids: Inputs, config: PreTrainedConfig) -> list[Tensor]:
+    """Token ids `[T]` or `[B, T]` as rows, int64 `[T]` each, in host memory; in that of inputs with images, videos or sounds, digests stand
+    for them (`media.py`). Raises TypeError or ValueError for anything else."""
+    if isinstance(ids, Mapping):
+        if "input_ids" not in ids:
+            raise ValueError(f"inputs must have input_ids, got {', '.join(ids) or 'nothing'}")
+        found = rows(ids["input_ids"], config)
+        return found if len(found) > 1 else [digested(found[0], ids, config)]
     try:
         all_ids = torch.as_tensor(ids).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -47,21 +55,20 @@ def text_tokens(row: Tensor, config: PreTrainedConfig) -> int:
     return int(hits.argmax()) if hits.any() else len(row)
 
 
-def placeholders(config: PreTrainedConfig) -> set[int]:
-    """The token ids of images, videos and sounds, which the config or one within it names."""
-    found = [value for name, value in vars(config).items() if MEDIA.fullmatch(name) and value is not None]
-    inner = [x for name in config.sub_configs if isinstance(x := getattr(config, name, None), PreTrainedConfig)]
-    own = {token for value in found for token in (value if isinstance(value, list | tuple) else [value])}
-    return own.union(*map(placeholders, inner))
-
-
 @torch.no_grad()
-def compute(model: PreTrainedModel, ids: Tensor, cache: Cache, interval: int) -> Iterator[int]:
-    """Runs the model on the tokens of `ids` `[B, T]` that `cache` has not seen, up to each multiple of `interval` (0: all at once), and
-    yields the number of tokens seen after each step."""
-    seen, ids, taken = cache.get_seq_length(), ids.to(model.device), inspect.signature(model.forward).parameters
-    while seen < ids.shape[1]:
-        end = min((seen // interval + 1) * interval, ids.shape[1]) if interval else ids.shape[1]
+def compute(model: Any, words: Tensor, inputs: Inputs, count: int, cache: Cache, interval: int) -> Iterator[int]:
+    """Runs the model on the tokens of `words` `[T]`, the beginning of a row of `inputs`, that `cache`, of `count` rows, has not seen, up to
+    each multiple of `interval` (0: all at once), and yields the number of tokens seen after each step."""
+    seen, taken = cache.get_seq_length(), inspect.signature(model.forward).parameters
+    ids, given = words.expand(count, -1).to(model.device), inputs if isinstance(inputs, Mapping) and bool((words >= DIGEST).any()) else None
+    step = GenerationConfig(max_new_tokens=1, do_sample=False, disable_compile=True, pad_token_id=0)
+    while seen < len(words):
+        end = min((seen // interval + 1) * interval, len(words)) if interval else len(words)
+        if given is not None:
+            end = unbroken(words, end, 1)
+            model.generate(**remaining(model, given, cache, end), past_key_values=cache, generation_config=step)
+            yield (seen := end)
+            continue
         positions = torch.arange(seen, end, device=ids.device)[None]  # some models count from 0 by default
         options = {"logits_to_keep": 1, "position_ids": positions.expand(len(ids), -1)}
         known = {name: x for name, x in options.items() if name in taken}

@@ -42,8 +42,9 @@ from .entry import (
 )
 from .host_memory import Blocks, HostSnapshot, on_gpu
 from .identity import ModelIdentity, Ranks
+from .media import unbroken
 from .pages import StoredPages
-from .prompt import Ids, compute, refusal, rows, text_tokens, unpadded
+from .prompt import Inputs, compute, refusal, rows, text_tokens, unpadded
 
 
 @dataclass(frozen=True)
@@ -164,14 +165,17 @@ class PrefixStore:
         self._positioned: list[Any] = [module for module in model.modules() if hasattr(module, "rope_deltas")]
         """Modules that remember how far an image of the latest prompt has shifted the positions after it."""
 
-    @torch.no_grad()
-    def fetch(self, ids: Ids) -> Match:
+    def fetch(self, ids: Inputs) -> Match:
         """Returns the longest stored beginning of `ids`, `[T]` or `[B, T]` with equal rows, in a new cache of `B` rows.
 
-        It has at most `T - 1` tokens, since `generate` needs one to compute. Raises TypeError or ValueError for
-        invalid token ids, and for rows that differ.
+        `ids` may be the inputs of a prompt with images, as a processor returns them; they match as far as they show the same.
+        The beginning has at most `T - 1` tokens, since `generate` needs one to compute. Raises TypeError or ValueError for invalid token
+        ids, and for rows that differ.
         """
-        inputs = rows(ids)
+        return self._fetch(rows(ids, self.model.config))
+
+    @torch.no_grad()
+    def _fetch(self, inputs: list[Tensor]) -> Match:
         row = inputs[0]
         if any(not torch.equal(row, other) for other in inputs[1:]):
             raise ValueError(f"fetch got {len(inputs)} rows that differ: fetch one row at a time, with the cache of that row alone")
@@ -197,9 +201,9 @@ class PrefixStore:
         self._stats.misses += 1
         return Match()
 
-    def store(self, ids: Ids, cache: Cache) -> bool:
-        """Stores the tokens of `ids`, `[T]` or one row for each row of `cache`, as far as `cache` holds them. The cache
-        is not changed.
+    def store(self, ids: Inputs, cache: Cache) -> bool:
+        """Stores the tokens of `ids`, `[T]` or one row for each row of `cache`, or of inputs with images, as far as `cache` holds them. The
+        cache is not changed.
 
         One row of ids serves a cache whose rows all began with it, for example beams. Returns whether all rows are
         stored now; if not, `stats` has the reason. An entry is not stored again if another entry of the same template,
@@ -208,7 +212,7 @@ class PrefixStore:
         Raises TypeError or ValueError for invalid token ids, an argument that is not a cache, or another number of
         rows.
         """
-        inputs = rows(ids)
+        inputs = rows(ids, self.model.config)
         if not isinstance(cache, Cache) or not hasattr(cache, "layers"):
             raise TypeError(f"cache must be the cache of a decoder, such as DynamicCache, got {type(cache).__name__}")
         batch = batch_size(cache)
@@ -218,7 +222,7 @@ class PrefixStore:
         return all([self._store(row, cache, identity, number, padded=len(inputs) > 1) for number, row in enumerate(inputs)])
 
     @contextmanager
-    def reuse(self, ids: Ids) -> Iterator[Cache]:
+    def reuse(self, ids: Inputs) -> Iterator[Cache]:
         """A cache for `model.generate(ids, past_key_values=past)` that holds the stored beginning of `ids`; stores the prompt on exit.
 
         The cache belongs to the store: on exit each layer is stored and then emptied, so that only one layer is in
@@ -230,10 +234,17 @@ class PrefixStore:
         The block must run the model on `ids`, and then on any further tokens, with this cache: the store cannot check
         it. For beams, samples or choices, call `past.batch_repeat_interleave(n)` first. To store the answer too, call
         `store(output_ids, past)`.
+
+        For a prompt with images, videos or sounds, pass what the processor returned, of one row; the model reads those that the cache
+        does not hold (`remaining`). With ids alone, a prompt is stored up to the first of them.
+
+            with store.reuse(inputs) as past:
+                out = model.generate(**remaining(model, inputs, past), past_key_values=past)
+                store.store({**inputs, "input_ids": out}, past)
         """
         positions = [(module, module.rope_deltas) for module in self._positioned]
-        match = self.fetch(ids)
-        inputs = rows(ids)
+        inputs = rows(ids, self.model.config)
+        match = self._fetch(inputs)
         row = inputs[0]
         text = row[: text_tokens(row, self.model.config)]
         template = self._dense if self.dense and not self._template.evicts else self._template
@@ -241,9 +252,9 @@ class PrefixStore:
         if match.cache is not None:
             template = self._template_of(cache) if isinstance(cache, CompressedCache) else self._dense
         try:
-            begin = text[: len(row) - 1]
+            begin = text[: unbroken(row, min(len(text), len(row) - 1))]
             if not template.cuttable and self._may_store(begin):
-                self._compute(begin, cache, len(inputs), 0 if template.evicts else self.checkpoint_interval)
+                self._compute(begin, ids, cache, len(inputs), 0 if template.evicts else self.checkpoint_interval)
             yield cache
             if template.cuttable:
                 self._store(text, cache, self._identity.current(), release=template)
@@ -334,11 +345,12 @@ class PrefixStore:
         checkpoints = read_checkpoints(file, match.length(key) - 1, copy, template)
         return Entry(key, template, layers, thinned(checkpoints, max(left, 0)))
 
-    def _compute(self, row: Tensor, cache: Cache, count: int, interval: int) -> None:
-        """Computes the tokens of `row` that `cache`, of `count` rows, has not seen, and stores them with checkpoints."""
+    def _compute(self, row: Tensor, inputs: Inputs, cache: Cache, count: int, interval: int) -> None:
+        """Computes the tokens of `row`, the beginning of `inputs`, that `cache`, of `count` rows, has not seen, and stores them with
+        checkpoints."""
         checkpoints: Checkpoints = {}
         self._forget_positions()
-        for tokens in compute(self.model, row.expand(count, -1), cache, interval):
+        for tokens in compute(self.model, row, inputs, count, cache, interval):
             if tokens == len(row):
                 self._store(row, cache, self._identity.current(), checkpoints=checkpoints)
             else:
@@ -365,7 +377,7 @@ class PrefixStore:
         release: CacheTemplate | None = None,
         checkpoints: Checkpoints | None = None,
     ) -> bool:
-        row = row[: min(cache.get_seq_length(), unpadded(row, self.model.config))]
+        row = row[: unbroken(row, min(cache.get_seq_length(), unpadded(row, self.model.config)))]
         tokens = len(row)
         if not self._may_store(row, padded):
             return False

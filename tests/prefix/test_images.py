@@ -1,29 +1,41 @@
-"""Prompts with images: entries end before the first, and positions of several axes are those of a whole prompt."""
+"""Prompts with images: what they show is compared, and positions of several axes are those of a whole prompt."""
 
 import functools
 
 import pytest
 import torch
 from families_models import build
-from transformers import AutoConfig, DynamicCache, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    CLIPVisionConfig,
+    DynamicCache,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
 
 from qkvcache import CompressedCache, PrefixStore, SinkCache, policies
-from qkvcache.prefix.prompt import placeholders
+from qkvcache.prefix import remaining
+from qkvcache.prefix.media import placeholders
 from tests.reference import assert_close
 from tests.seeds import SEED
 from tests.tolerance import of_model
 
 IMAGE, VIDEO, START = 97, 98, 96
 ZONES = {"num_sink_tokens": 2, "residual_length": 4}
+SIZE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
 
 
 @functools.lru_cache
 def network():
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    size = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     config = Qwen2VLConfig(
-        text_config=size | special | {"vocab_size": 100, "rope_parameters": rope, "initializer_range": 0.2},
+        text_config=SIZE | special | {"vocab_size": 100, "rope_parameters": rope, "initializer_range": 0.2},
         vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
         image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START,
     )  # fmt: skip
@@ -47,9 +59,9 @@ def words(count, seed=0):
     return torch.randint(3, 90, (1, count), generator=torch.Generator().manual_seed(seed))
 
 
-def answer(given, past):
+def answer(given, past, model=None):
     """The logits of the steps of an answer."""
-    found = network().generate(
+    found = (model or network()).generate(
         **given, past_key_values=past, max_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0
     )
     return torch.stack(found.logits)
@@ -67,6 +79,94 @@ def test_prompts_with_images_go_on_from_the_text_before(policy):
             got = answer(given, past)
         assert kept.stats.tokens_reused - before == found and network().model.rope_deltas is deltas
         assert_close(got, expected, of_model(network()))
+
+
+LLAMA = SIZE | {"vocab_size": 100, "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+TOWER = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "patch_size": 4}
+
+
+@functools.lru_cache
+def vision(kind):
+    """A model with positions of several axes, of one, and with sliding windows and images whose tokens see each other."""
+    torch.manual_seed(SEED)
+    if kind == "qwen2_vl":
+        return network()
+    if kind == "llava":
+        tower = CLIPVisionConfig(**TOWER | {"num_hidden_layers": 2}, image_size=8)
+        llava = {"vision_config": tower, "text_config": LlamaConfig(**LLAMA), "image_token_index": IMAGE, "vision_feature_layer": -1}
+        return LlavaForConditionalGeneration(LlavaConfig(**llava)).eval()
+    text = LLAMA | {"head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+    special = {"image_token_index": IMAGE, "boi_token_index": 95, "eoi_token_index": 96, "mm_tokens_per_image": 4}
+    gemma = Gemma3Config(text_config=text, vision_config=TOWER | {"image_size": 16}, **special)
+    return Gemma3ForConditionalGeneration(gemma).eval()
+
+
+def shown(kind, *parts):
+    """The inputs of texts, lists of ids, and images, numbers."""
+    ids = torch.tensor([[token for part in parts for token in (part if isinstance(part, list) else [IMAGE] * 4)]])
+    shape = {"qwen2_vl": (16, 96), "llava": (1, 3, 8, 8), "gemma3": (1, 3, 16, 16)}[kind]
+    drawn = [torch.randn(shape, generator=torch.Generator().manual_seed(part)) for part in parts if isinstance(part, int)]
+    given = {"input_ids": ids, {"gemma3": "token_type_ids"}.get(kind, "mm_token_type_ids"): (ids == IMAGE).int()}
+    if kind == "llava":
+        del given["mm_token_type_ids"]
+    grid = {"image_grid_thw": torch.tensor([[1, 4, 4]] * len(drawn))} if kind == "qwen2_vl" else {}
+    return given | ({"pixel_values": torch.cat(drawn)} | grid if drawn else {})
+
+
+A, B, C = (words(count, seed=count)[0].tolist() for count in (20, 6, 7))
+ASKED = {
+    "the first": ((A, 1, B), 0, 0),
+    "again": ((A, 1, B), 29, 29),
+    "another image": ((A, 2, B), 20, 16),
+    "a second image": ((A, 1, B, 3, C), 30, 29),
+    "the first image alone": ((A, 1, C), 24, 24),
+    "another second image": ((A, 1, B, 4, C), 30, 29),
+    "an image at the end": ((A, 1, B, 3), 30, 29),
+    "no image": ((A, B), 20, 16),
+}
+"""Prompts in order, and how many tokens of each a store has: of layers that can be cut to any, and with checkpoints every 8."""
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "llava", "gemma3"])
+def test_prompts_with_images_match_as_far_as_they_show_the_same(kind, tmp_path):
+    model = vision(kind)
+    options = {"max_bytes": 2**24, "format": "identity", "checkpoint_interval": 8, "min_match_tokens": 8, **ZONES}
+    kept = PrefixStore(model, directory=tmp_path, **options)
+    for name, (parts, cuttable, with_checkpoints) in ASKED.items():
+        given = shown(kind, *parts)
+        expected, before = answer(given, DynamicCache(config=model.config), model), kept.stats.tokens_reused
+        with kept.reuse(given) as past:
+            found = kept.stats.tokens_reused - before
+            got = answer(remaining(model, given, past), past, model)
+        assert found == (with_checkpoints if kind == "gemma3" else cuttable), name
+        assert_close(got, expected, of_model(model))
+    other = PrefixStore(model, directory=tmp_path, **options)
+    assert [other.fetch(shown(kind, A, image, B)).length for image in (1, 5)] == [29, ASKED["another image"][2 - (kind != "gemma3")]]
+
+
+def test_images_of_one_run_of_placeholders_match_together():
+    """LLaVA has no token between two images; their text is not told apart from other images' either."""
+    model = vision("llava")
+    kept, pair = PrefixStore(model, max_bytes=2**24, format="identity", min_match_tokens=8), shown("llava", A, 1, 2, B)
+    past = CompressedCache(model.config, format="identity")
+    answer(pair, past, model)
+    kept.store(pair, past)
+    given = [shown("llava", A, 1, 2, C), shown("llava", A, 1, 3, B), shown("llava", A, 1, B)]
+    assert [kept.fetch(x).length for x in given] == [28, 20, 20]
+    with pytest.raises(ValueError, match="ends within an image"):
+        past.crop(24 - past.get_seq_length())
+        remaining(model, pair, past)
+
+
+def test_inputs_that_cannot_be_compared_are_refused():
+    kept = PrefixStore(vision("llava"), max_bytes=2**24, format="identity")
+    with pytest.raises(TypeError, match="return_tensors"):
+        kept.fetch(shown("llava", A, 1) | {"pixel_values": ["a picture"]})
+    with pytest.raises(ValueError, match="input_ids, got pixel_values"):
+        kept.fetch({"pixel_values": torch.zeros(1)})
+    two = {name: torch.cat([x, x]) for name, x in shown("llava", A, 1).items()}
+    with pytest.raises(ValueError, match="2 rows with pixel_values: pass one row"):
+        remaining(vision("llava"), two, CompressedCache(vision("llava").config, format="identity"))
 
 
 BUDGETED = {
