@@ -101,6 +101,9 @@ class Expansion:
         weight = transposed_weight(module.kv_b_proj, rank, inputs.key.device).mT
         self.weight = weight.unflatten(0, (-1, self.nope + self.value_dim))
         """Up-projections of keys and values, `[Hq, nope + value, R]`."""
+        indexed = getattr(module, "indexer", None) is not None or getattr(module, "skip_topk", False)  # or by that of an earlier layer
+        self.chosen = module.config.index_topk if indexed else None
+        """The most tokens that a query sees, where an indexer chooses them."""
 
     @property
     def heads(self) -> int:
@@ -177,7 +180,7 @@ class ExpandedKV(CompressedKV):
     def attend(self, query: Tensor, mask: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
         of, scaling = self.expansion, options.get("scaling")
         scaling, causal = query.shape[3] ** -0.5 if scaling is None else scaling, options.get("causal", False)
-        return of.projected(attend_latents(of.absorbed(query), of.inputs, mask, scaling=scaling, causal=causal))
+        return of.projected(attend_latents(of.absorbed(query), of.inputs, mask, scaling=scaling, causal=causal, chosen=of.chosen))
 
     def scores(self, query: Tensor) -> Tensor:
         absorbed = self.expansion.absorbed(query).float().flatten(1, 2)[:, None]

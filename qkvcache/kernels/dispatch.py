@@ -242,32 +242,41 @@ def _attend_pages(
     return torch.cat([out.transpose(1, 2) for out in outs], dim=1).transpose(1, 2), torch.cat(lse, dim=2), sums
 
 
-def _fuses_latents(query: Tensor, inputs: PagedInputs, mask: Tensor | None, causal: bool) -> bool:
+def _fuses_latents(query: Tensor, inputs: PagedInputs, mask: Tensor | None, causal: bool, chosen: int | None) -> bool:
     """Whether the fused kernel attends to these latents. Warns once if kernels are on and it cannot."""
     if not on_triton(query.device):
         return False
-    if _module("triton_attend_latents").supports(inputs, query, mask, causal):
+    if _module("triton_attend_latents").supports(inputs, query, mask, causal, chosen):
         return True
     _warn_once(_NO_KERNEL.format(query.shape[3], query.dtype))
     return False
 
 
 def attend_latents(
-    query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, *, scaling: float, causal: bool = False
+    query: Tensor,
+    attention_inputs: AttentionInputs,
+    mask: Tensor | None = None,
+    *,
+    scaling: float,
+    causal: bool = False,
+    chosen: int | None = None,
 ) -> Tensor:
-    """`attend_latents.attend_latents`, by the fused kernel where there is one."""
+    """`attend_latents.attend_latents`, by the fused kernel where there is one, which reads at most `chosen` tokens for each query."""
     inputs = attention_inputs.paged
-    if inputs is not None and (torch.compiler.is_compiling() or _fuses_latents(query, inputs, mask, causal)):
-        return attend_latent_pages(query, inputs, mask, scaling=scaling, causal=causal)
+    if inputs is not None and (torch.compiler.is_compiling() or _fuses_latents(query, inputs, mask, causal, chosen)):
+        return attend_latent_pages(query, inputs, mask, scaling=scaling, causal=causal, chosen=chosen)
     return latents.attend_latents(query, attention_inputs, mask, scaling=scaling, causal=causal)
 
 
-def attend_latent_pages(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, *, scaling: float, causal: bool = False) -> Tensor:
+def attend_latent_pages(
+    query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, *, scaling: float, causal: bool = False, chosen: int | None = None
+) -> Tensor:
     """`attend_latents.attend_latent_pages`, by the fused kernel where there is one."""
     if torch.compiler.is_compiling():
-        return torch.ops.qkvcache.attend_latents(query, *inputs.arguments, inputs.max_length, mask, scaling, causal)
-    attend = _module("triton_attend_latents") if _fuses_latents(query, inputs, mask, causal) else latents
-    return attend.attend_latent_pages(query, inputs, mask, scaling=scaling, causal=causal)
+        return torch.ops.qkvcache.attend_latents(query, *inputs.arguments, inputs.max_length, mask, scaling, causal, chosen)
+    if _fuses_latents(query, inputs, mask, causal, chosen):
+        return _module("triton_attend_latents").attend_latent_pages(query, inputs, mask, scaling=scaling, causal=causal, chosen=chosen)
+    return latents.attend_latent_pages(query, inputs, mask, scaling=scaling, causal=causal)
 
 
 def split_rows(lengths: Tensor, max_length: int, heads: int) -> Splits | None:

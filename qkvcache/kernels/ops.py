@@ -51,10 +51,10 @@ def _(query, pool, counts, exact, sizes, max_length, mask, sinks, observed, *opt
     return query.new_empty(*query.shape[:3], dim), lse, attention_sums
 
 
-@_operator("attend_latents", f"Tensor query, {INPUTS}, Tensor? mask, float scaling, bool causal", "Tensor")
-def _attend_latents(query, pool, counts, exact, sizes, max_length, mask, scaling, causal):
+@_operator("attend_latents", f"Tensor query, {INPUTS}, Tensor? mask, float scaling, bool causal, int? chosen", "Tensor")
+def _attend_latents(query, pool, counts, exact, sizes, max_length, mask, scaling, causal, chosen):
     inputs = PagedInputs.of(pool, counts, exact, sizes, max_length)
-    return dispatch.attend_latent_pages(query, inputs, mask, scaling=scaling, causal=causal).contiguous()
+    return dispatch.attend_latent_pages(query, inputs, mask, scaling=scaling, causal=causal, chosen=chosen).contiguous()
 
 
 @_attend_latents.register_fake

@@ -22,12 +22,13 @@ from torch import Tensor
 
 from ..formats.base import Codec, PackedLayout
 from ..formats.rotation import rotation_block
+from .attend_latents import LEAST_SAVED
 from .fused import OF_INPUTS, OF_REDUCE, Arguments, architecture, held, split
 from .launch import Launcher
-from .pages import LEAST_SPLIT, PagedInputs
+from .pages import LEAST_SPLIT, SINKS, PagedInputs
 from .segments import layout_of
 from .triton_attend import LOG2E, _exact_columns, _hides, _tiles_of_split, head_of, page_of
-from .triton_attend_tiles import _absorb, _norm, _page_of_tile, _power, _shown, _stored, _tile
+from .triton_attend_tiles import _absorb, _norm, _page_of_tile, _power, _shown, _stored, _tile, _token_of
 from .triton_join import reduce_kernel
 from .triton_math import MASKED_SCORE
 from .triton_unpack import unit_of
@@ -104,27 +105,32 @@ def query_kernel(
 # What changes from step to step, or call to call, must not compile the kernel anew.
 @triton.jit(
     do_not_specialize=[
-        "scaling", "n_sinks", "n_quantized", "n_residual", "least", "queries", "table_b", "rows_b", "lengths_b", "mask_b", "mask_t",
+        "scaling", "n_sinks", "n_quantized", "n_residual", "least", "queries", "table_b", "rows_b", "lengths_b", "mask_b",
+        "mask_q", "mask_t",
     ]
 )  # fmt: skip
 def attend_latents_kernel(
-    query, q_latent, q_rope, factors, table, rows, lengths, k_planes, v_planes, exact, mask, part, maxima, sums,
-    query_b, query_h, query_q, table_b, rows_b, lengths_b, exact_strides, mask_b, mask_t,
+    query, q_latent, q_rope, factors, table, chosen, counts, rows, lengths, k_planes, v_planes, exact, mask, part, maxima, sums,
+    query_b, query_h, query_q, table_b, rows_b, lengths_b, exact_strides, mask_b, mask_q, mask_t,
     scaling, n_sinks, n_quantized, n_residual, least, queries,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, P: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
     TX: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr, COUNTED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
     k_strides: tl.constexpr, v_strides: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr,
+    CHOSEN: tl.constexpr,
 ):  # fmt: skip
     """Attention of `queries` queries of G heads over sinks, quantized tokens in pages and a residual (`pages.PagedInputs`), split over
     programs. Grid (splits, blocks of R query rows, B); with EXACT, split 0 is that of the exact tokens. Strides are in elements. Channels
-    are contiguous. Query row `r` is query `r % queries` of head `r // queries`.
+    are contiguous. Query row `r` is query `r % queries` of head `r // queries`. With CHOSEN, 1, each query reads tokens of its own: the
+    grid is (splits, blocks of R heads, B * queries), and `part`, `maxima` and `sums` have B * queries for B.
 
     query          [B, G, queries, D + P] model dtype: query_b, query_h, query_q
     q_latent       fp16 [B, G * queries, D], q_rope fp16 [B, G * queries, P], contiguous: rotated as stored, in the order of tiles
     factors        fp32 [B, G * queries, 3], contiguous: of the scores of both, to base 2, and the product with the mean of latents
     table, rows, lengths, k_planes, v_planes, k_strides, v_strides, exact, exact_strides   as of `attend_kernel`, of one head;
                    COUNTED: rows begin with the first token of their pages, and the rings of row `b` are row `b` of the residual
-    mask           uint8 (0: hidden) [B, columns], read if MASK: mask_b, mask_t
+    chosen         int32 [B * queries, N], read if CHOSEN: indices in pages of the tokens of a query; `table` has the entries of their
+                   pages, and table_b is N; counts, int32 [B * queries]: how many there are
+    mask           uint8 (0: hidden) [B, columns], with CHOSEN [B, queries, columns], read if MASK: mask_b, mask_q, mask_t
     part           fp32 [B, blocks, splits, R, D]; maxima, sums fp32 [B, blocks, splits, R]; contiguous
     scaling        factor of scores, to base 2
     n_sinks, n_quantized, n_residual   tokens, the same for all rows; COUNTED: slots of sinks and of a ring, and a bound
@@ -133,13 +139,20 @@ def attend_latents_kernel(
     """
     split = tl.program_id(0)
     block = tl.program_id(1)
-    b = tl.program_id(2).to(tl.int64)
+    each_query = tl.program_id(2).to(tl.int64)
+    b = each_query
     splits = tl.num_programs(0)
     h = tl.program_id(2) * 0  # there is one head
 
     r = block * R + tl.arange(0, R)
-    live = r < G * queries
-    row = tl.minimum(r, G * queries - 1)
+    if CHOSEN:
+        b = each_query // queries
+        live = r < G
+        row = tl.minimum(r, G - 1) * queries + each_query % queries
+        mask += each_query % queries * mask_q
+    else:
+        live = r < G * queries
+        row = tl.minimum(r, G * queries - 1)
     number = row % queries
     in_ring, length, oldest_slot = n_residual, n_quantized, 0
     if COUNTED:
@@ -150,7 +163,7 @@ def attend_latents_kernel(
         in_ring = tl.load(rows + 5)
     if MASK:
         mask += b * mask_b
-    panel = b * tl.num_programs(1) + block
+    panel = each_query * tl.num_programs(1) + block
     out = part + (panel * splits + split) * (R * D) + (tl.arange(0, R) * D)[:, None]
     d = tl.arange(0, D)
     p = tl.arange(0, P)
@@ -177,24 +190,29 @@ def attend_latents_kernel(
         factor = tl.load(factors + q_row * 3)
         rope_factor = tl.load(factors + q_row * 3 + 1)
         center = tl.load(factors + q_row * 3 + 2)
+        if CHOSEN:
+            length = tl.load(counts + each_query)
+            chosen += each_query * table_b
         each = _tiles_of_split(length, tl.maximum(splits - EXACT, 1), least, T)
         low = tl.multiple_of((split - EXACT) * each, T)
         high = tl.minimum(low + each, length)
-        hides = _hides(mask, n_sinks + low, n_sinks + high, mask_t) if MASK else False
+        hides = _hides(mask, n_sinks + low, n_sinks + high, mask_t) if MASK and not CHOSEN else False
         t = tl.arange(0, T)
         unit = 1e-30  # that of the output
         if low < high:
-            table += b * table_b
+            table += each_query * table_b
+            UNIT: tl.constexpr = CHOSEN if CHOSEN else PAGE
             k_head = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), k_strides, b, h)
             v_head = head_of(V, V_ONCE, (v_planes[0], v_planes[1], v_planes[2]), v_strides, b, h)
-            unit = tl.maximum(_norm(K, D, K_ONCE, k_head, k_strides, table, table, low, high, PAGE, BASE, 0), unit)
-            rope_norm = _norm(V, P, V_ONCE, v_head, v_strides, table, table, low, high, PAGE, BASE, 0)
+            unit = tl.maximum(_norm(K, D, K_ONCE, k_head, k_strides, table, chosen, low, high, PAGE, BASE, CHOSEN), unit)
+            rope_norm = _norm(V, P, V_ONCE, v_head, v_strides, table, chosen, low, high, PAGE, BASE, CHOSEN)
             factor *= unit
             rope_factor *= rope_norm
             place = tl.minimum(low + t, high - 1)
-            page = _page_of_tile(table, low, high, place, PAGE, BASE)
+            page = _page_of_tile(table, low, high, place, UNIT, BASE)
             k_here, v_here = page_of(K, D, K_ONCE, k_head, k_strides, page, 0), page_of(V, P, V_ONCE, v_head, v_strides, page, 0)
-            stored = (_stored(K, K_ONCE, D, k_here, place % PAGE, ARCH), _stored(V, V_ONCE, P, v_here, place % PAGE, ARCH))
+            here = _token_of(chosen, place, CHOSEN)
+            stored = (_stored(K, K_ONCE, D, k_here, here % PAGE, ARCH), _stored(V, V_ONCE, P, v_here, here % PAGE, ARCH))
             for token in tl.range(low, high, T, num_stages=1):
                 c = _tile(K, D, stored[0], unit, ARCH)
                 rope = _tile(V, P, stored[1], rope_norm, ARCH)
@@ -202,10 +220,11 @@ def attend_latents_kernel(
                 s += tl.dot(qr, tl.trans(rope), input_precision="ieee") * rope_factor[:, None] + center[:, None]
                 # The next tile, after the product: until then, the fence that hands tiles to it would wait for these loads.
                 place = tl.minimum(token + T + t, high - 1)
-                page = _page_of_tile(table, token + T, high, place, PAGE, BASE)
+                page = _page_of_tile(table, token + T, high, place, UNIT, BASE)
                 k_here, v_here = page_of(K, D, K_ONCE, k_head, k_strides, page, 0), page_of(V, P, V_ONCE, v_head, v_strides, page, 0)
-                stored = (_stored(K, K_ONCE, D, k_here, place % PAGE, ARCH), _stored(V, V_ONCE, P, v_here, place % PAGE, ARCH))
                 valid = token + t < high
+                here = _token_of(chosen, place, CHOSEN)
+                stored = (_stored(K, K_ONCE, D, k_here, here % PAGE, ARCH), _stored(V, V_ONCE, P, v_here, here % PAGE, ARCH))
                 if MASK and hides:
                     valid = valid & _shown(mask, n_sinks + token + t, mask_t, valid)
                 s = tl.where(valid[None, :], s, float("-inf"))
@@ -239,12 +258,15 @@ def launched(arch: int, rows: int) -> Launch:
     return Launch(16, 32, 16, 4)
 
 
+MOST_PARTIAL = 2**28
+"""Bytes of partial outputs of queries that read tokens of their own; more queries are divided among launches."""
 MOST_RANK = 512
 """The most channels of a latent: the outputs of a program are in registers."""
 
 
-def supports(inputs: PagedInputs, query: Tensor, mask: Tensor | None, causal: bool) -> bool:
-    """Whether the kernel serves these inputs: codes in pages, in fp16 or bf16, under no mask but one that hides columns."""
+def supports(inputs: PagedInputs, query: Tensor, mask: Tensor | None, causal: bool, chosen: int | None = None) -> bool:
+    """Whether the kernel serves these inputs: codes in pages, in fp16 or bf16, under no mask but one that hides columns or, with `chosen`,
+    shows at most so many tokens to each query."""
     known = inputs.launches.get("latents")
     if known is None:
         rank, rope = (x.shape[3] for x in inputs.ring)
@@ -256,7 +278,16 @@ def supports(inputs: PagedInputs, query: Tensor, mask: Tensor | None, causal: bo
         return False
     if causal and query.shape[2] > inputs.slots[2]:
         return False
-    return mask is None or (mask.dtype == torch.bool and all(n == 1 for n in (1, 1, 1, *mask.shape)[-3:-1]))
+    return (
+        mask is None or (mask.dtype == torch.bool and all(n == 1 for n in (1, 1, 1, *mask.shape)[-3:-1])) or _gathers(inputs, mask, chosen)
+    )
+
+
+def _gathers(inputs: PagedInputs, mask: Tensor | None, chosen: int | None) -> bool:
+    """Whether each query reads tokens of its own: at most half of all, or others than the other queries."""
+    if mask is None or chosen is None or mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1:
+        return False
+    return mask.shape[2] > 1 or LEAST_SAVED * chosen <= inputs.max_length
 
 
 def _in_tiles(layout: PackedLayout | None, dim: int) -> bool:
@@ -309,18 +340,24 @@ def attend_latent_pages(
     *,
     scaling: float,
     causal: bool = False,
+    chosen: int | None = None,
     launch: Launch | None = None,
 ) -> Tensor:
-    """Run `attend_latents.attend_latent_pages` in one pass over the codes. `launch`: for measuring; chosen by GPU otherwise."""
+    """Run `attend_latents.attend_latent_pages` in one pass over the codes; with `chosen`, the most tokens that a query sees under the mask,
+    over those that it sees. `launch`: for measuring; chosen by GPU otherwise."""
     args, (batch, heads, queries, _), device = Arguments.of(inputs), query.shape, query.device
     (sinks, region, ring), rank, rope = inputs.slots, args.constants["D"], args.constants["DV"]
     arch, processors = architecture(device)
-    rows, base2, exact = heads * queries, float(scaling * LOG2E.value), int(sinks + ring > 0)
-    launch = launch or launched(arch, rows)
+    rows, base2, exact, gathers = heads * queries, float(scaling * LOG2E.value), int(sinks + ring > 0), _gathers(inputs, mask, chosen)
+    launch = launch or launched(arch, heads if gathers else rows)
+    most = max(MOST_PARTIAL // (4 * batch * -(-heads // launch.rows) * launch.rows * rank * (exact + 1)), 1)
+    if gathers and queries > most:
+        parts = zip(query.split(most, 2), mask.split(most, 2), strict=True)  # type: ignore[union-attr]
+        return torch.cat([attend_latent_pages(x, inputs, y, scaling=scaling, chosen=chosen, launch=launch) for x, y in parts], dim=2)
     query = query if query.stride(-1) == 1 else query.contiguous()
     flat = query.reshape(batch * rows, rank + rope)
     turned = _turned(inputs.pages.key, flat[:, :rank])
-    key = "latents", query.shape, mask is None, causal, exact, launch
+    key = "latents", query.shape, mask is None, causal, exact, launch, gathers
     if key not in args.plans:
         args.plans[key] = LatentPlan(args, *key[1:])
     plan = args.plans[key]
@@ -328,19 +365,25 @@ def attend_latent_pages(
     factors = torch.empty(batch * rows, 3, dtype=torch.float32, device=device)
     plan.queries((batch * rows, 1, 1), turned, flat, latent, rotated, factors, turned.stride(0), flat.stride(0), base2)
 
-    blocks = -(-rows // launch.rows)
-    panels = batch * blocks
-    splits = max(split(region, panels, launch.tile, processors + panels) if region else 0, 1 - exact) + exact
+    table, table_b, index, counts = inputs.pages.table, inputs.pages.strides[0], args.empty, args.empty
+    if gathers:
+        index, table, counts = chosen_tokens(inputs, mask, queries, chosen)  # type: ignore[arg-type]
+        table_b = index.shape[1]
+    blocks, groups = (-(-heads // launch.rows), batch * queries) if gathers else (-(-rows // launch.rows), batch)
+    panels = groups * blocks
+    splits = (
+        max(split(min(region, table_b) if gathers else region, panels, launch.tile, processors + panels) if region else 0, 1 - exact)
+        + exact
+    )
     part = torch.empty(panels * splits * launch.rows * (rank + 2), dtype=torch.float32, device=device)
     maxima = part[panels * splits * launch.rows * rank :]
     partial = part, maxima, maxima[panels * splits * launch.rows :]
-    shown, mask_strides = args.empty, (0, 0)
+    shown, mask_strides = args.empty, (0, 0, 0)
     if mask is not None:
-        mask = mask[(None,) * (4 - mask.dim())].expand(batch, 1, 1, sum(inputs.slots) if mask.shape[-1] == 1 else -1)
-        shown, mask_strides = mask.view(torch.uint8), (mask.stride(0), mask.stride(3))
-    pages = inputs.pages
+        mask = mask[(None,) * (4 - mask.dim())].expand(batch, 1, -1, sum(inputs.slots) if mask.shape[-1] == 1 else -1)
+        shown, mask_strides = mask.view(torch.uint8), (mask.stride(0), mask.stride(2), mask.stride(3))
     plan.attend(
-        (splits, blocks, batch), query, latent, rotated, factors, pages.table, shown, *partial, *query.stride()[:3], pages.strides[0],
+        (splits, blocks, groups), query, latent, rotated, factors, table, index, counts, shown, *partial, *query.stride()[:3], table_b,
         *mask_strides, base2, region, held=held(inputs, args.empty),
     )  # fmt: skip
     out = query.new_empty_strided((batch, heads, queries, rank), plan.out_strides)
@@ -349,17 +392,33 @@ def attend_latent_pages(
     return out
 
 
+def chosen_tokens(inputs: PagedInputs, mask: Tensor, queries: int, chosen: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The indices in pages of the quantized tokens that each query sees under `mask` `[B, 1, Q, T]`, int32 `[B * Q, N]`, the entries of
+    their pages, and how many there are, int32 `[B * Q]`."""
+    (sinks, region, _), table, rows = inputs.slots, inputs.pages.table, inputs.rows
+    mask = mask[:, 0].expand(len(table), queries, -1)
+    if rows is None:
+        shown = mask[..., sinks : sinks + region]
+    else:
+        place = torch.arange(region, device=mask.device)
+        column = (place + rows[:, SINKS, None].long()).clamp_max(mask.shape[2] - 1)
+        shown = mask.gather(2, column[:, None].expand(-1, queries, -1)) & (place < inputs.pages.lengths[:, None])[:, None]  # type: ignore[index]
+    index = shown.byte().topk(min(chosen, region)).indices  # what is seen, and then others
+    entries = table[:, None].expand(-1, queries, -1).gather(2, index // inputs.pages.page_size)
+    return index.int().flatten(0, 1), entries.flatten(0, 1), shown.sum(-1, dtype=torch.int32).flatten()
+
+
 OF_QUERIES = "latent", "query", "q_latent", "q_rope", "factors", "latent_stride", "query_stride", "scaling"
 OF_LATENTS = (
-    "query", "q_latent", "q_rope", "factors", "table", "mask", "part", "maxima", "sums", "query_b", "query_h", "query_q", "table_b",
-    "mask_b", "mask_t", "scaling", "n_quantized",
+    "query", "q_latent", "q_rope", "factors", "table", "chosen", "counts", "mask", "part", "maxima", "sums", "query_b", "query_h",
+    "query_q", "table_b", "mask_b", "mask_q", "mask_t", "scaling", "n_quantized",
 )  # fmt: skip
 
 
 class LatentPlan:
     """The launches of attention calls of one shape, `[B, Hq, Q, R + P]`."""
 
-    def __init__(self, args: Arguments, shape: torch.Size, unmasked: bool, causal: bool, exact: int, launch: Launch) -> None:
+    def __init__(self, args: Arguments, shape: torch.Size, unmasked: bool, causal: bool, exact: int, launch: Launch, gathers: bool) -> None:
         (batch, heads, queries, _), device, use = shape, args.empty.device, args.use
         rank, rope, rows, mean = args.constants["D"], args.constants["DV"], heads * queries, args.planes[0][3]
         latent_unit, rope_unit = _units((use.key, use.value))
@@ -372,15 +431,18 @@ class LatentPlan:
         self.attend = Launcher(
             attend_latents_kernel, device, OF_LATENTS, OF_INPUTS, **shared | {"TX": launch.exact_tile}, k_planes=args.planes[0],
             v_planes=args.planes[1], least=LEAST_SPLIT, P=rope, T=launch.tile, MASK=not unmasked, CAUSAL=causal and queries > 1,
-            ARCH=architecture(device)[0], num_warps=launch.warps, num_stages=1,
+            ARCH=architecture(device)[0], CHOSEN=int(gathers), num_warps=launch.warps, num_stages=1,
         )  # fmt: skip
         block = rotation_block(rank) if use.key.rotated else 1
         columns = rank if use.key.rotated else 32
         self.out_strides = heads * queries * rank, rank, heads * rank, 1
-        self.reduce_grid = rows, batch, rank // columns
         strides = dict(zip(("out_stride_b", "out_stride_h", "out_stride_q"), self.out_strides, strict=False))
+        if gathers:  # each query is a row of its own, with the mean of its row
+            mean = mean.expand(batch, *mean.shape[1:]).repeat_interleave(queries, 0) if args.means[0][0] else mean
+            batch, queries, rows, strides["out_stride_b"] = batch * queries, 1, heads, heads * rank
+        self.reduce_grid = rows, batch, rank // columns
         self.reduce = Launcher(
-            reduce_kernel, device, OF_REDUCE, **shared | {"V": use.key, "DV": rank}, C=columns, S=32, SINKS=False, ITEMS=False,
-            TURN=block**-0.5, STAGES=block.bit_length() - 1, signs=use.signs, center=mean, center_b=args.means[0][0],
+            reduce_kernel, device, OF_REDUCE, **shared | {"V": use.key, "DV": rank, "queries": queries}, C=columns, S=32, SINKS=False,
+            ITEMS=False, TURN=block**-0.5, STAGES=block.bit_length() - 1, signs=use.signs, center=mean, center_b=args.means[0][0],
             center_h=args.means[0][1], blocks=-(-rows // launch.rows), heads=1, num_warps=4 if use.key.rotated else 1, **strides,
         )  # fmt: skip

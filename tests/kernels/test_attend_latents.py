@@ -127,6 +127,27 @@ def test_shapes(tokens, heads, count, rank, rope, kernels):
     assert_near(got, dense(held, query, causal=True), 6e-3)
 
 
+@pytest.mark.parametrize("options", [{}, {"max_length": 300}], ids=["growing", "max_length"])
+@pytest.mark.parametrize(("format", "count", "most"), [("int8", 1, 9), ("turboquant_4bit_nc", 3, 70), ("nvfp4", 2, 40), ("int4", 1, 70)])
+def test_chosen_tokens_are_gathered_in_the_kernel(format, count, most, options, kernels, monkeypatch):
+    """Each query of each row reads others, some of them exact, and a query none that are quantized; two queries a launch."""
+    module = dispatch._module("triton_attend_latents")
+    monkeypatch.setattr(module, "MOST_PARTIAL", 2 * 2 * 4 * 2 * 16 * RANK)
+    read = []
+    monkeypatch.setattr(module, "chosen_tokens", lambda *given, of=module.chosen_tokens: read.append(of(*given)) or read[-1])
+    held = layer(format, 190 - count, **options)
+    query, random = queries(held, 5, count), torch.rand(2, 1, count, 190, device=DEVICE)
+    mask = random < random.kthvalue(most, keepdim=True).values
+    mask[1, :, 0, 3:180] = False
+    mask[..., -1] = True
+    shown = torch.nn.functional.pad(mask, (0, held.storage.columns - 190)) if options else mask
+    new = [torch.randn(2, 1, count, dim, device=DEVICE).half() for dim in (RANK, ROPE)]
+    inputs = held.update(*new)[0].attention_inputs
+    got = dispatched(query, inputs, shown, scaling=0.2, chosen=most + 1)
+    assert_near(got, attend_latents(query, inputs, mask, scaling=0.2).float(), 6e-3)
+    assert [(*x.shape,) for x, _, _ in read] == [(2 * n, most + 1) for n in ([2] * (count // 2) + [1] * (count % 2))]
+
+
 def test_padding(kernels):
     held = layer("turboquant_4bit_nc", 190)
     query, mask = queries(held, 5), torch.ones(2, 1, 1, 190, dtype=torch.bool, device=DEVICE)
