@@ -181,15 +181,17 @@ def attention_in_tiles(format: str, head_dim: int, target: str, rows: int, varia
 def attention_to_latents(format: str, target: str, rows: int = 128, variant: str = "") -> Job:
     arch = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
     launch = triton_attend_latents.launched(arch, rows)
-    job = attention(format, 512, target, variant)
+    job, chosen = attention(format, 512, target, variant.replace("chosen", "")), variant == "chosen"
     rope = CompressedLayer(FORMATS[format], latents=(512, 64)).codecs((512, 64))[1].packed_layout
     assert rope
     names = {param.name for param in triton_attend_latents.attend_latents_kernel.params}
     types = {name: kind for name, kind in job.types.items() if name in names}
     types |= {"q_latent": "*fp16", "q_rope": "*fp16", "factors": "*fp32", "v_planes": ("*i16", "*i16", "*fp32", "*fp32", "*i16")}
+    types |= {"chosen": "*i32", "counts": "*i32"}
     constants = {name: x for name, x in job.constants.items() if name in names}
     constants |= {"V": rope, "P": 64, "v_strides": _strides_of(rope, 64, "bf16"), "G": rows, "R": launch.rows, "T": launch.tile}
-    constants |= {"TX": launch.exact_tile, "MASK": job.constants["MASK"] != "none", "ARCH": arch}
+    constants |= {"TX": launch.exact_tile, "MASK": chosen or job.constants["MASK"] != "none", "ARCH": arch}
+    constants["CHOSEN"] = int(chosen)
     name = " ".join(filter(None, [f"latents {format}", variant, f"{rows} rows"]))
     options: dict[str, object] = {"num_warps": launch.warps, "num_stages": 1}
     return Job(name, triton_attend_latents.attend_latents_kernel, types, constants, target, options, may_spill=True)
@@ -473,6 +475,7 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield storing(format, 512, 1, target, heads=1)
             yield storing(format, 512, 512, target, heads=1)
             yield attention_to_latents(format, target, variant="" if few else "store")
+            yield attention_to_latents(format, target, variant="chosen")
         yield from columns(128, target)
         yield arriving(128, 8, target)
         yield storing_rows(128, target)

@@ -69,6 +69,11 @@ def visible(
     return mask, causal
 
 
+def chosen_columns(mask: Tensor, indices: Tensor) -> Tensor:
+    """`mask`, bool `[B, 1, Q, T]`, with the columns `indices` `[B, Q, N]` alone."""
+    return mask & torch.zeros_like(mask).scatter(-1, indices[:, None].long(), True)
+
+
 class Padding(NamedTuple):
     """The padding in a mask.
 

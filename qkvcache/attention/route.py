@@ -33,7 +33,7 @@ from .again import notice_again
 from .compressed_kv import CompressedKV, as_the_model_has_them, of_one_update, warn_once
 from .full import full_attention
 from .latents import ExpandedKV, restore
-from .masks import Padding, kernel_options, padding_columns, visible
+from .masks import Padding, chosen_columns, kernel_options, padding_columns, visible
 from .observer import attend_observed
 from .padding import report_attention
 from .uncompiled import uncompiled
@@ -138,6 +138,8 @@ def route(
 ) -> tuple[Tensor, Tensor | None]:
     """Calls `stock` for plain tensors; for `CompressedKV`, attends on its attention inputs."""
     given, args = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), args)
+    if implementation == NAME and (indices := kwargs.pop("indices", None)) is not None:
+        given = chosen_columns(given, indices)  # of an indexer, which makes masks for sdpa and eager alone
     if not isinstance(key, CompressedKV) and not isinstance(value, CompressedKV):
         mask = report_attention(implementation, module, query, key, given, kwargs)
         return stock(module, query, key, value, mask, *args, **kwargs)

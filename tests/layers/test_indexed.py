@@ -73,6 +73,19 @@ def test_exact_layers_say_what_transformers_says(name, limit):
     assert_close(got[mask[:, :70].bool()], expected[mask[:, :70].bool()], of_model(network, 80))
 
 
+@pytest.mark.parametrize("make", [lambda c: DynamicCache(config=c), lambda c: CompressedCache(c, format="identity")], ids=["stock", "ours"])
+def test_qkvcache_attention_reads_what_the_indexer_chose(make):
+    """transformers makes masks of the choice for sdpa and eager alone, and gives others its indices."""
+    network = family("deepseek_v32")
+    ids, sizes = tokens(network, 80), (60, 1, 7, 1, 1)
+    expected = read(network, DynamicCache(config=network.config), ids, sizes)
+    network.set_attn_implementation("qkvcache")
+    try:
+        assert_close(read(network, make(network.config), ids, sizes), expected, of_model(network, 80))
+    finally:
+        network.set_attn_implementation("sdpa")
+
+
 @pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
 def test_latents_and_keys_of_the_indexer_are_compressed(format):
     network = family("deepseek_v32", chosen=400)  # the choice of fewer is not continuous
