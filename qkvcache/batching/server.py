@@ -130,8 +130,22 @@ class Server(Serve):
             if self._died:
                 raise RuntimeError("the thread of continuous batching has died")
         finally:
-            self._closed.set()
-            self._model_manager.shutdown()
+            self.close()
+
+    def close(self) -> None:
+        """Ends the thread of continuous batching, once all pages are in the store."""
+        self._closed.set()
+        self._model_manager.shutdown()
+
+    @property
+    def app(self) -> Any:
+        """The ASGI application, for another server than `run`'s, which then calls `close`."""
+        return self.server.config.app
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread of continuous batching runs, which generates all tokens."""
+        return self._generation_state.is_cb_alive()
 
     def stop(self, *_: Any) -> None:
         """Refuses new requests, and exits when the running ones are done. A second call exits at once."""
@@ -207,7 +221,7 @@ class Server(Serve):
             found = api.refusal(error)
             return JSONResponse(found.body, status_code=found.status)
 
-        application: Any = self.server.config.app
+        application = self.app
         application.user_middleware.append(Middleware(api.Front, server=self))
         for kind in (HTTPException, RequestValidationError, CBWorkerDeadError, Refusal, Exception):
             application.add_exception_handler(kind, failed)
@@ -219,7 +233,7 @@ class Server(Serve):
         grace period is over."""
         until = None
         while not self._closed.wait(0.1):
-            if not self._generation_state.is_cb_alive():
+            if not self.alive:
                 self._died = self.stopping = True
             if self.stopping:
                 until = time.monotonic() + self._grace if until is None else until
@@ -233,11 +247,10 @@ class Server(Serve):
         from fastapi.responses import PlainTextResponse
 
         def metrics() -> PlainTextResponse:
-            text = prometheus(self.metrics(), self.observed, self._generation_state.is_cb_alive())
+            text = prometheus(self.metrics(), self.observed, self.alive)
             return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
-        application: Any = self.server.config.app
-        application.get("/metrics")(metrics)
+        self.app.get("/metrics")(metrics)
 
     def _print_metrics(self) -> None:
         """Prints a line for every interval in which tokens were generated or requests changed."""

@@ -66,8 +66,6 @@ class Sessions:
     ):
         self.pages, self._statistics, self._blocks, self._counters = pages, statistics, blocks, counters
         self._in_pool, self._wake = in_pool, wake
-        if not statistics.pending:
-            pages.begin(statistics.digest())
         self.copied: deque[int] = deque()
         """Blocks that were copied to the host, whose references can be released."""
         self._stream = torch.cuda.Stream(blocks.device) if blocks.is_cuda else None
@@ -83,7 +81,7 @@ class Sessions:
 
     def expect(self, request_id: str, tokens: list[int]) -> None:
         """A request waits, whose prompt has `tokens` of which all but the last may be in pages."""
-        if self.pages.begun and (pages := (len(tokens) - 1) // self.pages.size):
+        if self._begun() and (pages := (len(tokens) - 1) // self.pages.size):
             self._fetches[request_id] = Fetch(tokens, pages * self._blocks.shape[1])
 
     def fetched(self, request_ids: Sequence[str]) -> set[str]:
@@ -133,6 +131,13 @@ class Sessions:
         found = self._readers.map(lambda index: self.pages.find(fetch.names[index]), wanted)
         fetch.pages = [page for page in takewhile(lambda page: page is not None, found) if page]
 
+    def _begun(self) -> bool:
+        """Whether pages have names, which depend on the statistics."""
+        with self._lock:
+            if not self.pages.begun and self._statistics.known():
+                self.pages.begin(self._statistics.digest())
+            return self.pages.begun
+
     # Storing.
 
     def store(self, request_id: str, tokens: list[int], blocks: Sequence[int], first: int) -> None:
@@ -148,10 +153,7 @@ class Sessions:
     def _copy(self, request_id: str, tokens: list[int], blocks: Sequence[int], first: int) -> None:
         now = time.time_ns()
         try:
-            if not self.pages.begun:  # the first step has set the statistics
-                self.pages.begin(self._statistics.digest())
-                if self.pages.directory is not None:
-                    self._statistics.save(self.pages.statistics)
+            self._begun()  # the first step has set the statistics
             names = self.pages.names(tokens, self.names.get(request_id, ()))
             if request_id in self.names:
                 self.names[request_id] = names

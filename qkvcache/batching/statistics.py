@@ -1,12 +1,13 @@
 """`Statistics`: the buffers that a format keeps once for all requests of a model (means, a frozen scale).
 
 Requests share blocks, so that codes must have the same meaning for all of them. The statistics come from the tokens of
-the first batch of prompts, or from a file that `save` wrote.
+the first batch of prompts, or from a file that `save` wrote; processes that share a folder take those of the first one.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 import torch
@@ -32,6 +33,9 @@ class Statistics:
         """Layers that have no statistics yet."""
         self.stored: dict[str, Tensor] = {}
         """Tensors from a file, until their layer is created."""
+        self.shared: Path | None = None
+        """The file of processes that share statistics: the first prompts of one of them write it."""
+        self._lock: int | None = None
 
     @staticmethod
     def load(path: str | Path, format: Format) -> Statistics:
@@ -61,10 +65,16 @@ class Statistics:
             raise ValueError("there are no statistics yet: they come from the first prompts")
         save(Path(path), self._tensors(), {"format": self.format.name})
 
+    def known(self) -> bool:
+        """Whether all layers have statistics: their own, or those that another process has written by now."""
+        if not self.stored and (self.pending or not self.layers) and self.shared is not None and self.shared.exists():
+            self.stored = Statistics.load(self.shared, self.format).stored
+        return bool(self.stored) or not self.pending
+
     def digest(self) -> bytes:
         """A digest of the statistics of all layers."""
         digest = hashlib.blake2b(digest_size=16)
-        for name, x in self._tensors().items():
+        for name, x in sorted((self.stored or self._tensors()).items()):
             digest.update(name.encode() + as_bytes(x.cpu()).tobytes())
         return digest.digest()
 
@@ -95,7 +105,7 @@ class Statistics:
                 self.pending.add(layer)
         return self.layers[layer]
 
-    def _take(self, key: str, out: Tensor, rank: int) -> None:
+    def _take(self, key: str, out: Tensor, rank: int = 0) -> None:
         if not self.stored:
             return
         found = self.stored.get(key)
@@ -106,10 +116,22 @@ class Statistics:
         out.copy_(found)
 
     def calibrate(self, layer: int, x: Pair) -> None:
-        """Computes the statistics of a layer from keys and values `[1, H, T, D]`, unless it has them."""
+        """Computes the statistics of a layer from keys and values `[1, H, T, D]`, unless it has them. A process that
+        shares its statistics waits for another one that computes them."""
         if layer not in self.pending:
             return
-        for codec, codes, side in zip((self.format.key, self.format.value), self.layers[layer], x, strict=True):
-            for name, found in codec.calibrate(side).items():
-                codes[name].copy_(found)
+        if self.shared is not None and self._lock is None:
+            import fcntl  # not on Windows
+
+            self._lock = os.open(self.shared.with_suffix(".lock"), os.O_CREAT | os.O_RDWR)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)  # until it is closed, or the process ends
+            self.known()
+        for side, codec, codes, part in zip(SIDES, (self.format.key, self.format.value), self.layers[layer], x, strict=True):
+            found = {} if self.stored else codec.calibrate(part)
+            for name, out in codes.items():
+                self._take(f"{layer}.{side}.{name}", out) if self.stored else out.copy_(found[name])
         self.pending.discard(layer)
+        if self.shared is not None and self._lock is not None and not self.pending:
+            if not self.stored:
+                self.save(self.shared)
+            os.close(self._lock)

@@ -402,8 +402,9 @@ class CompressedPagedCache(PagedAttentionCache):
         if helper.tp_size > 1:
             raise NotImplementedError(f"store= with tensor parallelism over {helper.tp_size} GPUs: leave it out, or serve on one GPU")
         pages = store.pages(statistics.format.name, text, page_size)
-        if pages.directory is not None and pages.statistics.exists() and not (statistics.layers or statistics.stored):
-            statistics.stored = Statistics.load(pages.statistics, statistics.format).stored
+        if pages.directory is not None and not (statistics.layers or statistics.stored):
+            statistics.shared = pages.statistics
+            statistics.known()
         return pages
 
     def check_room(self, request_id: str, tokens: int) -> None:

@@ -110,11 +110,10 @@ def test_pages_of_another_model_or_format_are_not_found(tmp_path, other):
 
 
 def test_two_processes_share_a_folder(tmp_path):
-    """Each finds the pages of the other; they write at the same time."""
+    """Each finds the pages of the other; they begin and write at the same time, with the statistics of one of them."""
     networks = [tiniest(), copy.deepcopy(tiniest())]
     ids = prompts(*[150] * 6)
     found = []
-    talk(store(tmp_path), [], 3)  # the statistics of both
     for network in networks:
         batching = continuous_batching(network, FORMAT, store=store(tmp_path, network), **ZONES)
         found.append((batching, network))
@@ -128,7 +127,18 @@ def test_two_processes_share_a_folder(tmp_path):
 
         (first, _), (second, _) = threads.map(run, range(2))
     assert first == second[::-1]
-    assert len(pages(tmp_path)) == 2 + 2 * 6 and not list(tmp_path.glob("*.writing"))
+    assert len(pages(tmp_path)) == 2 * 6 and not list(tmp_path.glob("*.writing"))
+
+
+def test_a_process_that_has_read_nothing_finds_pages(tmp_path):
+    """It began before there were any, and takes the statistics of the process that wrote them."""
+    networks, (prompt,) = [tiniest(), copy.deepcopy(tiniest())], prompts(200)
+    first, second = (continuous_batching(network, FORMAT, store=store(tmp_path, network), **ZONES) for network in networks)
+    with first, second, serving(networks[0]) as one, serving(networks[1]) as other:
+        expected = answers(one, [prompt])
+        assert until(lambda: first.metrics().pages_written == 3)
+        assert answers(other, [prompt]) == expected
+    assert second.metrics().pages_fetched == 3 and second.metrics().cached_tokens == 192
 
 
 def test_requests_that_leave_keep_the_pool_whole(tmp_path):
