@@ -10,6 +10,8 @@
 decode   attention of one layer's step, 128 heads, latents of 512 + 64 channels, 8 rows of 32,768 tokens in bf16; GPU time from the model's
          queries to its values. Ours reads codes, with absorbed projections. transformers' expands the latents of all tokens (`expand_kv`)
          and attends by the best of torch's kernels; what it copies to append a token to its cache is left out.
+chosen   the same step where an indexer has chosen 2,048 of the tokens (DeepSeek-V3.2): transformers' attends under the mask of these, ours
+         gathers their codes. "masked": ours attends under the mask, too.
 step     a model of two layers of 16 heads on a CPU in fp32 after 4,096 tokens: a step by the clock, the best of six.
 indexed  a model of one layer of 16 heads on a CPU in fp32 after 16,384 tokens, of which an indexer chooses 512 (DeepSeek-V3.2): a step, as
          above. "masked": attention reads all tokens under the indexer's mask.
@@ -38,7 +40,7 @@ from qkvcache.formats.int8 import SymmetricInt8
 from qkvcache.kernels import attend_latents, on_triton
 from qkvcache.kernels.attend_latents import attend_latents as reference
 
-SECTIONS = ("decode", "step", "indexed", "rope")
+SECTIONS = ("decode", "chosen", "step", "indexed", "rope")
 STOCK = "transformers"
 FORMATS = ("int8", "turboquant_4bit_nc", "int4", "nvfp4")
 LAUNCHES = ((64, 64, 32, 8), (64, 32, 32, 8), (64, 64, 16, 8), (64, 64, 32, 4), (16, 64, 32, 4), (16, 32, 16, 4), (32, 64, 32, 4))
@@ -86,23 +88,31 @@ class Bench:
         cache.update(*(x[:, :, :-1] for x in latents(self.config, self.rows, self.tokens)), 0)
         return cache
 
-    def ours(self, format: str, launch: tuple[int, ...] | None = None) -> dict:
+    def mask(self, chosen: int | None) -> Tensor | None:
+        """That of an indexer which chooses so many tokens for each row."""
+        if chosen is None:
+            return None
+        ranks = torch.rand(self.rows, 1, 1, self.tokens, device=device(), generator=torch.Generator(device()).manual_seed(0))
+        return ranks >= ranks.topk(chosen).values[..., -1:]
+
+    def ours(self, format: str, launch: tuple[int, ...] | None = None, chosen: int | None = None, masked: bool = False) -> dict:
         cache = self.filled(format)
         keys, values = self.module.expand_kv(*cache.update(*(x[:, :, -1:] for x in latents(self.config, self.rows, self.tokens)), 0))
         nbytes = sum(x.numel() * x.itemsize for _, x in cache.layers[0].tensors())
-        found = (
-            {"us": time_us(lambda: keys.attend(self.query, scaling=self.scaling))} if launch is None else {"us": tuned(self, keys, launch)}
-        )
+        if launch is not None:
+            return {"us": tuned(self, keys, launch)}
+        keys.expansion.chosen, mask = None if masked else chosen, self.mask(chosen)
+        found = {"us": time_us(lambda: keys.attend(self.query, mask, scaling=self.scaling))}
         return found | {"bytes_per_token": nbytes / self.rows / self.tokens}
 
-    def stock(self) -> dict:
+    def stock(self, chosen: int | None = None) -> dict:
         """The fastest of torch's kernels after `expand_kv`. Flash attention takes values as wide as keys."""
-        given, found = latents(self.config, self.rows, self.tokens), {}
+        given, found, mask = latents(self.config, self.rows, self.tokens), {}, self.mask(chosen)
 
         def attend(padded: bool) -> Tensor:
             keys, values = self.module.expand_kv(*given)
             values = F.pad(values, (0, keys.shape[3] - values.shape[3])) if padded else values
-            return F.scaled_dot_product_attention(self.query, keys, values, scale=self.scaling)
+            return F.scaled_dot_product_attention(self.query, keys, values, mask, scale=self.scaling)
 
         for name, backend in BACKENDS.items() if torch.cuda.is_available() else [("torch's choice", None)]:
             try:
@@ -232,6 +242,14 @@ def cases(args: Namespace) -> Iterator[tuple[dict, Callable[[], dict]]]:
         yield size | {"cache": STOCK}, bench.stock
         for format in FORMATS:
             yield size | {"cache": format}, lambda format=format: bench.ours(format)
+    if "chosen" in args.sections:
+        bench, chosen = Bench(args.tiny, rows, tokens), 16 if args.tiny else 2048
+        size = {"what": "chosen", "rows": rows, "tokens": tokens}
+        yield size | {"cache": STOCK}, lambda: bench.stock(chosen)
+        for format in FORMATS[:2]:
+            for masked in (True, False):
+                case = size | {"cache": format + ", masked" * masked}
+                yield case, lambda format=format, masked=masked: bench.ours(format, None, chosen, masked)
     if "step" in args.sections:
         tokens = 300 if args.tiny else 4096
         for name in (STOCK, "identity", *FORMATS):
@@ -252,7 +270,7 @@ def measure(args: Namespace) -> None:
     """Rows of the sections. What fails has a row that says so."""
     for case, call in in_time(cases(args), args.minutes):
         let_go()
-        on = device() if case["what"] in ("decode", "launches") else "cpu"
+        on = device() if case["what"] in ("decode", "chosen", "launches") else "cpu"
         row = case | outcome(call) | {"tiny": args.tiny, "device": device_name(on)}
         print(row, file=sys.stderr, flush=True)
         replace_rows(args.out, row["what"], [row], "cache", "rows", "tokens", "rope", "launch", "tiny", "device")
@@ -261,7 +279,7 @@ def measure(args: Namespace) -> None:
 def tables(rows: list[dict]) -> Iterator[Table]:
     """A table for each section that has rows, of each device."""
     rows = [row for row in rows if "failed" not in row]
-    for what, unit in (("decode", "us"), ("step", "ms"), ("indexed", "ms")):
+    for what, unit in (("decode", "us"), ("chosen", "us"), ("step", "ms"), ("indexed", "ms")):
         for place in dict.fromkeys((row["device"], row["tiny"]) for row in rows):
             found = [row for row in rows if (row["what"], row["device"], row["tiny"]) == (what, *place)]
             stock = next((row for row in found if row["cache"] == STOCK), None)
@@ -275,7 +293,7 @@ def tables(rows: list[dict]) -> Iterator[Table]:
                     ]
                     for row in found
                 ]
-                kind = "an indexer's layer, " * (what == "indexed")
+                kind = "an indexer's layer, " * (what in ("chosen", "indexed"))
                 title = f"{place[0]}, {kind}{found[0]['rows']} x {found[0]['tokens']:,} tokens:"
                 yield Table(["cache", unit, "times as fast", "bytes a token and layer"], lines, title, rule=("---", "---:"))
     if found := [row for row in rows if row["what"] == "rope"]:
@@ -297,7 +315,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.check:
         with torch.no_grad():
             return check(args.tiny)
-    run_or_show(parser, args, measure, "", tables, gpu="decode" in args.sections)
+    run_or_show(parser, args, measure, "", tables, gpu=bool({"decode", "chosen"} & {*args.sections}))
     return None
 
 
