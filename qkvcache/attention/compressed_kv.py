@@ -1,9 +1,9 @@
 """`CompressedKV`: the object that a compressed layer returns from `update` in place of a key or value tensor.
 
 It is a plain object, not a Tensor subclass: building it costs a tenth, and torch.compile traces it. It has the shape
-attributes that attention code reads, supports the views that attention code takes (`repeat_kv`, `k.transpose(2, 3)`),
-and runs both matmuls of eager attention and `scaled_dot_product_attention` on the codes. Every other operation
-dequantizes the layer, which is correct but slow.
+attributes that attention code reads, supports the views that attention code takes (`repeat_kv`, `k.transpose(2, 3)`,
+`k.reshape(B * H, T, D)`), and runs both matmuls of eager attention (`baddbmm` too) and `scaled_dot_product_attention` on
+the codes. Every other operation dequantizes the layer, which is correct but slow.
 """
 
 from __future__ import annotations
@@ -25,11 +25,16 @@ NO_COLUMNS = (
     "attention code of this model reads all keys and values of a cache with max_length or compile=True. It needs to know how many columns "
     "the mask has: pass the model's config to the cache, and use an implementation whose masks are by column, such as sdpa, not flash"
 )
+_TRANSPOSED = {"plain": "transposed", "flat": "flat transposed"}
+_TRANSPOSED |= {x: y for y, x in _TRANSPOSED.items()}
 _MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm)
 
 
 class CompressedKV:
     """The keys or values of one layer for one step: `[B, H, T, D]`, or `[B, H * repeats, T, D]` after `repeat_kv`.
+
+    `form`: "plain"; "grouped" within `repeat_kv`; "tiled" where all heads are repeated one after another; "flat", `[B * Hq, T, D]`; plain
+    and flat ones also "transposed".
 
     It refers to the attention inputs: it stays valid until the next `update` of its layer, also if the layer is
     offloaded or cropped, and in layers that share its keys. `observer`: the layer, if it evicts (`observer.py`).
@@ -37,7 +42,7 @@ class CompressedKV:
     are zeros. None: not known, so that dense tensors are refused.
     """
 
-    __slots__ = ("attention_inputs", "side", "columns", "repeats", "form", "observer")
+    __slots__ = ("attention_inputs", "side", "columns", "repeats", "form", "observer", "cast")
 
     def __init__(
         self,
@@ -50,6 +55,7 @@ class CompressedKV:
     ):
         self.attention_inputs, self.side, self.columns = attention_inputs, side, columns
         self.repeats, self.form, self.observer = repeats, form, observer
+        self.cast: torch.dtype | None = None
 
     def __repr__(self) -> str:
         return f"CompressedKV(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -69,15 +75,14 @@ class CompressedKV:
     def shape(self) -> torch.Size:
         b, h, t, d = self.sizes
         t = self.columns or t
-        if self.form == "plain":
-            return torch.Size((b, h * self.repeats, t, d))
-        if self.form == "transposed":
-            return torch.Size((b, h * self.repeats, d, t))
-        return torch.Size((b, h, self.repeats, t, d))  # inside repeat_kv
+        if self.form == "grouped":
+            return torch.Size((b, h, self.repeats, t, d))
+        heads = (b * h * self.repeats,) if self.form.startswith("flat") else (b, h * self.repeats)
+        return torch.Size((*heads, d, t) if self.form.endswith("transposed") else (*heads, t, d))
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.side.dtype
+        return self.side.dtype if self.cast is None else self.cast
 
     @property
     def device(self) -> torch.device:
@@ -103,7 +108,9 @@ class CompressedKV:
         return CompressedKV(self.attention_inputs, self.side, columns, repeats, form, self.observer)
 
     def _as(self, repeats: int, form: str) -> CompressedKV:
-        return self.like(self.columns, repeats, form)
+        twin = self.like(self.columns, repeats, form)
+        twin.cast = self.cast
+        return twin
 
     def seen(self) -> CompressedKV:
         """Returns the same keys or values without columns after the tokens."""
@@ -127,18 +134,37 @@ class CompressedKV:
 
     def reshape(self, *sizes: int) -> CompressedKV | Tensor:
         b, h, *_ = self.sizes
-        if self.form == "grouped" and _sizes(sizes) == (b, h * self.repeats, *self.shape[3:]):
+        target, given = _sizes(sizes), self.shape
+        if self.form == "grouped" and target == (b, h * self.repeats, *given[3:]):
             return self._as(self.repeats, "plain")
+        if self.form == "plain" and target in ((b * given[1], -1, given[3]), (b * given[1], *given[2:])):
+            return self._as(self.repeats, "flat")
         return _dense_with_warning(self, "reshape").reshape(*sizes)
 
+    view = reshape
+
+    def repeat(self, *sizes: int) -> CompressedKV | Tensor:
+        """Repeats all heads (JetMoE), which `route` takes for `repeat_kv` with the query heads in another order."""
+        target = _sizes(sizes)
+        if (self.form, self.repeats) == ("plain", 1) and len(target) == 4 and (target[0], *target[2:]) == (1, 1, 1):
+            return self._as(target[1], "tiled")
+        return _dense_with_warning(self, "repeat").repeat(*sizes)
+
     def transpose(self, first: int, second: int) -> CompressedKV | Tensor:
-        if {first % self.ndim, second % self.ndim} == {2, 3} and self.form != "grouped":
-            return self._as(self.repeats, "plain" if self.form == "transposed" else "transposed")
+        last = {self.ndim - 2, self.ndim - 1}
+        if {first % self.ndim, second % self.ndim} == last and self.form in _TRANSPOSED:
+            return self._as(self.repeats, _TRANSPOSED[self.form])
         return _dense_with_warning(self, "transpose").transpose(first, second)
 
     @property
     def mT(self) -> CompressedKV | Tensor:
         return self.transpose(-2, -1)
+
+    def float(self) -> CompressedKV:
+        """The matmuls of attention are in fp32 anyway."""
+        twin = self._as(self.repeats, self.form)
+        twin.cast = torch.float32
+        return twin
 
     def contiguous(self, *args: Any, **kwargs: Any) -> CompressedKV:
         return self
@@ -156,11 +182,14 @@ class CompressedKV:
         """The dequantized tensor, in the model's dtype. Raises NotImplementedError if `columns` is not known."""
         if self.columns is None:
             raise NotImplementedError(NO_COLUMNS)
-        x = self.whole()
+        x = self.whole().to(self.dtype)
         if self.form == "grouped":
             return x.unsqueeze(2).expand(self.shape)
+        if self.form == "tiled":
+            return x.repeat(1, self.repeats, 1, 1)
         x = x.repeat_interleave(self.repeats, dim=1) if self.repeats > 1 else x
-        return x.mT if self.form == "transposed" else x
+        x = x.flatten(0, 1) if self.form.startswith("flat") else x
+        return x.mT if self.form.endswith("transposed") else x
 
     def whole(self) -> Tensor:
         """The dequantized tensor `[B, H, columns, D]`."""
@@ -202,6 +231,8 @@ class CompressedKV:
         kwargs = kwargs or {}
         two = func in _MATMULS and not kwargs and len(args) == 2 and isinstance(args[1], cls)
         if two and (out := _lazy_matmul(args[0], args[1])) is not None:
+            return out
+        if func in (torch.baddbmm, torch.Tensor.baddbmm) and (out := _lazy_baddbmm(*args, **kwargs)) is not None:
             return out
         if func is F.scaled_dot_product_attention and (out := _lazy_sdpa(*args, **kwargs)) is not None:
             return out
@@ -274,16 +305,22 @@ def warn_once(message: str) -> None:
 
 
 def _lazy_matmul(left: Any, right: CompressedKV) -> Tensor | None:
-    """`q @ k.T` (`[B, Hq, Q, D]` to `[B, Hq, Q, T]`) or `p @ v` after `repeat_kv`; None for any other matmul."""
-    if not isinstance(left, Tensor) or left.dim() != 4 or left.shape[:2] != right.shape[:2] or right.form == "grouped":
+    """`q @ k.T` (`[B, Hq, Q, D]` to `[B, Hq, Q, T]`) or `p @ v` after `repeat_kv`, flat or not; None for any other matmul."""
+    if not isinstance(left, Tensor) or right.form not in _TRANSPOSED or left.shape[:-2] != right.shape[:-2]:
         return None
     if torch.compiler.is_compiling() and right.attention_inputs.counted:  # only the device has the counts
         return None
-    if right.is_keys != (right.form == "transposed"):
+    if right.is_keys != right.form.endswith("transposed"):
         return None
-    tokens = right.side.shape[2]
-    out = F.pad(right.scores(left), (0, (right.columns or tokens) - tokens)) if right.is_keys else right.weighted(left[..., :tokens])
-    return out.to(left.dtype)
+    tokens, x = right.side.shape[2], left.unflatten(0, (right.sizes[0], -1)) if left.dim() == 3 else left
+    out = F.pad(right.scores(x), (0, (right.columns or tokens) - tokens)) if right.is_keys else right.weighted(x[..., :tokens])
+    return out.view(*left.shape[:-1], -1).to(left.dtype)
+
+
+def _lazy_baddbmm(given: Tensor, batch1: Any, batch2: Any, *, beta: float = 1, alpha: float = 1) -> Tensor | None:
+    """`torch.baddbmm` with compressed keys or values, or None."""
+    product = _lazy_matmul(batch1, batch2) if isinstance(batch2, CompressedKV) and isinstance(given, Tensor) else None
+    return None if product is None else beta * given + alpha * product
 
 
 def _lazy_sdpa(

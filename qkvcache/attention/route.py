@@ -143,6 +143,12 @@ def route(
     if not isinstance(key, CompressedKV) and not isinstance(value, CompressedKV):
         mask = report_attention(implementation, module, query, key, given, kwargs)
         return stock(module, query, key, value, mask, *args, **kwargs)
+    if isinstance(key, CompressedKV) and isinstance(value, CompressedKV) and key.form == value.form == "tiled":
+        query = query.unflatten(1, (key.repeats, -1)).transpose(1, 2).flatten(1, 2)  # as if `repeat_kv` had repeated the heads
+        key, value = (x.like(x.columns, x.repeats, "plain") for x in (key, value))
+        out, weights = route(stock, implementation, module, query, key, value, given, *args, **kwargs)
+        weights = None if weights is None else weights.unflatten(1, (-1, key.repeats)).transpose(1, 2).flatten(1, 2)
+        return out.unflatten(2, (-1, key.repeats)).transpose(2, 3).flatten(2, 3), weights
     if not of_one_update(key, value):
         return stock(module, query, *as_the_model_has_them(key, value), given, *args, **kwargs)
     if torch.compiler.is_compiling() and key.observer is None and not key.attention_inputs.counted:  # an uncompiled layer

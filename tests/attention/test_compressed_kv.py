@@ -67,6 +67,11 @@ LAZY = {
     "repeat_kv once": lambda x: repeat_kv(x, 1),
     "repeat_kv in tuples": lambda x: x[:, :, None].expand((B, H, 2, T, D)).reshape((B, H * 2, T, D)),
     "repeat_kv transposed": lambda x: repeat_kv(x, 2).transpose(2, 3),
+    "heads one after another": lambda x: x.repeat(1, 2, 1, 1),
+    "flat": lambda x: x.reshape(B * H, T, D),
+    "flat transposed": lambda x: repeat_kv(x, 2).view(B * H * 2, -1, D).transpose(1, 2),
+    "in fp32": lambda x: x.float(),
+    "in fp32 and flat": lambda x: x.float().reshape(B * H, -1, D),
 }
 
 
@@ -88,7 +93,9 @@ VIEWS = {
     "heads repeated by index": lambda x: repeat_kv(x, 2)[:, :, None],
     "expand otherwise": lambda x: x[:, :, None].expand(-1, -1, 2, -1, -1),
     "expand to more rows": lambda x: x[:1].expand(4, H, T, D),
-    "reshape": lambda x: x.reshape(B * H, T, D),
+    "reshape to other heads": lambda x: x.reshape(B, H * T, D),
+    "repeat of tokens": lambda x: x.repeat(1, 1, 2, 1),
+    "flat and plain": lambda x: x.reshape(B * H, T, D).reshape(B, H, T, D),
     "reshape to -1": lambda x: x[:, :, None].expand(B, H, 2, T, D).reshape(B, -1, T, D),
     "transpose otherwise": lambda x: x.transpose(1, 2),
     "transpose grouped": lambda x: x[:, :, None].transpose(2, 3),
@@ -112,7 +119,8 @@ OTHERS = {
     "einsum": lambda x: torch.einsum("bhtd,bhsd->bhts", torch.ones(B, H, 1, D), x),
     "matmul from the left": lambda x: x @ torch.ones(D, 2),
     "matmul of other shapes": lambda x: torch.ones(5, D) @ x.mT,
-    "bmm": lambda x: torch.bmm(torch.ones(B * H, 1, D), x.reshape(B * H, T, D).mT),
+    "bmm of values for keys": lambda x: torch.bmm(torch.ones(B * H, 1, D), x.reshape(B * H, T, D).mT),
+    "baddbmm of other operands": lambda x: torch.baddbmm(torch.ones(B * H, T, T), torch.ones(B * H, T, D), x.reshape(B * H, T, D).mT),
     "times a tensor": lambda x: torch.full((D,), 2.0) * x,
     "times a number": lambda x: x * 2 + 3 * x,
     "arithmetic": lambda x: -x / 2 - (1 - x),
@@ -156,6 +164,20 @@ def test_the_matmuls_of_eager_attention(handles, matmul, queries, repeats):
         scores, out = matmul(query, key.transpose(2, 3)), matmul(weights, value)
     assert_close(scores, query @ key.dense().mT, rounding(D, T))
     assert_close(out, weights @ value.dense(), rounding(D, T))
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_the_matmuls_of_flat_heads(handles, repeats):
+    """Of BLOOM, XGLM and others."""
+    heads = B * H * repeats
+    query, weights, bias = torch.randn(heads, 3, D), torch.rand(heads, 3, T), torch.randn(heads, 1, T)
+    key, value = (repeat_kv(handle, repeats).reshape(heads, -1, D) for handle in handles)
+    with lazily():
+        scores, out = torch.bmm(query, key.transpose(1, 2)), torch.bmm(weights, value)
+        biased = bias.baddbmm(batch1=query, batch2=key.mT, beta=0.5, alpha=2.0)
+    assert_close(scores, query @ key.dense().mT, rounding(D, T))
+    assert_close(out, weights @ value.dense(), rounding(D, T))
+    assert_close(biased, 0.5 * bias + 2 * query @ key.dense().mT, rounding(D, T))
 
 
 @pytest.mark.filterwarnings(f"ignore:{SLOW}")

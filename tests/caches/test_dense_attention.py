@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 import transformers as hf
+from families_models import build
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
@@ -97,14 +98,14 @@ def test_masks_of_tokens_seen_are_refused(options):
 
 
 def test_a_mask_that_is_not_known_is_refused():
-    network = model("jetmoe")
+    network = build("doge")
     with pytest.raises(NotImplementedError, match="pass the model's config to the cache"):
         logits(network, CompressedCache(format="int8", max_length=60), prompt())
 
 
 def test_dequantizing_is_told_once_a_process(recwarn):
     compressed_kv.warn_once.cache_clear()
-    network = model("jetmoe")
+    network = build("doge")
     for _ in range(2):
         logits(network, make(network, "int8"), prompt())
     told = [str(w.message) for w in recwarn if "dequantizes the whole layer" in str(w.message)]
