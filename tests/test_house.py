@@ -1,6 +1,7 @@
 """How the package is built: who imports whom; and that its texts point at what is there."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -15,7 +16,9 @@ ABOVE = {"batching", "prefix", "planning", "evaluation", "demo"}  # these import
 ABOVE |= {"options", "commands", "cli", "testing", "__init__"}
 
 
-PARSED = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+@functools.cache
+def parsed(name: str) -> ast.Module:
+    return ast.parse(FILES[name].read_text())
 
 
 def part(name: str) -> str:
@@ -26,7 +29,7 @@ def imports(name: str) -> set[str]:
     """Absolute names of all modules imported anywhere in the file, with what is taken from them."""
     package = ["qkvcache", *Path(name).parts[:-1]]
     found = set()
-    for node in ast.walk(PARSED[name]):
+    for node in ast.walk(parsed(name)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -78,7 +81,7 @@ def test_formats_and_kernels_know_nothing_of_transformers():
 
 
 def test_bad_input_is_refused_and_not_asserted():
-    for name, tree in PARSED.items():
+    for name, tree in ((name, parsed(name)) for name in FILES):
         assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)], name
 
 
@@ -95,7 +98,7 @@ def launches_unguarded(tree: ast.AST) -> list[int]:
 
 
 def test_kernels_run_where_their_tensors_are():
-    for name, tree in PARSED.items():
+    for name, tree in ((name, parsed(name)) for name in FILES):
         assert not launches_unguarded(tree), name
 
 

@@ -26,10 +26,11 @@ _last: Any = lambda: None  # noqa: E731
 
 
 def notice_again(implementation: str, query: Tensor, key: CompressedKV, mask: Any, options: dict[str, Any]) -> None:
-    """Warns if a row of the step begins at a position that the cache has seen; raises ValueError if that is position 0."""
+    """Warns if a row of the step, of several tokens, begins at a position that the cache has seen; raises ValueError if that is position
+    0."""
     global _last
     positions = options.get("position_ids")
-    if query.shape[2] == 1 or torch.compiler.is_compiling() or not isinstance(positions, Tensor):
+    if torch.compiler.is_compiling() or not isinstance(positions, Tensor):
         return
     if positions.shape[1:] != query.shape[2:3]:
         return  # positions of images and text have three dimensions, and need not increase

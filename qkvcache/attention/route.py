@@ -153,7 +153,8 @@ def route(
         return stock(module, query, *as_the_model_has_them(key, value), given, *args, **kwargs)
     if torch.compiler.is_compiling() and key.observer is None and not key.attention_inputs.counted:  # an uncompiled layer
         return _route_uncompiled(stock, implementation, module, query, key, value, given, *args, **kwargs)
-    notice_again(implementation, query, key, given, kwargs)
+    if query.shape[2] > 1:
+        notice_again(implementation, query, key, given, kwargs)
     if key.observer is not None:
         ways = _few(query, key.attention_inputs), _in_chunks(implementation, query, key, kwargs)
         return attend_observed(stock, implementation, *ways, module, query, key, value, given, *args, **kwargs)

@@ -50,6 +50,7 @@ def grid_levels(bits: int) -> tuple[float, ...]:
     return tuple((n + 0.5) * GRID[bits][0] for n in grid_steps(GRID[bits][1]))
 
 
+@functools.cache
 def grid_steps(counts: tuple[int, ...]) -> tuple[int, ...]:
     """Levels in steps less one half, ascending, of the positive ones."""
     return *(-1 - n for n in reversed(counts)), *counts

@@ -126,7 +126,7 @@ def test_heads_of_all_layers_share_their_budgets(alpha, own, format):
 
 def test_budgets_that_grow_keep_the_weights_of_heads():
     """And copies of rows have them."""
-    network, policy, ids = model("llama"), kvzip(budget=0.5, chunk_size=20, alpha_safeguard=0.2), text(2, 90)
+    network, policy, ids = model("llama"), kvzip(budget=0.5, chunk_size=20, alpha_safeguard=0.2), text(2, 60)
     cache = compressed(network, ids[:, :LENGTH], policy, format="int8", residual_length=3)
     weights = [layer.storage.metadata.head_weights for layer in cache.layers]
     assert len(torch.cat(weights, dim=1).unique()) > 6
@@ -141,7 +141,7 @@ def test_budgets_that_grow_keep_the_weights_of_heads():
 
     counts = expected(LENGTH)
     with torch.no_grad():
-        for seen in range(LENGTH, 90):
+        for seen in range(LENGTH, 60):
             assert counts.tolist() == [[[len(head) for head in kept(cache, layer, row)] for row in range(4)] for layer in range(3)]
             network(ids[rows, seen : seen + 1], past_key_values=cache)
             counts = torch.minimum(counts + 1, expected(seen + 1))  # tokens that were evicted do not come back
@@ -151,7 +151,7 @@ def test_budgets_that_grow_keep_the_weights_of_heads():
 @pytest.mark.parametrize(("budget", "length", "rows"), [(150, 300, 1), (0.3, 400, 3), (0.7, 80, 2), (100, 60, 1)])
 def test_the_most_is_planned(budget, length, rows):
     """Also if rows of a batch need room in different layers."""
-    network, ids = model("llama"), text(rows, length + 40)
+    network, ids = model("llama"), text(rows, length + 20)
     options = {
         "policy": kvzip(budget=budget, alpha_safeguard=0.2),
         "format": "turboquant_4bit_nc",
@@ -161,12 +161,12 @@ def test_the_most_is_planned(budget, length, rows):
     cache = CompressedCache(network.config, **options)
     cache.compress(network, ids[:, :length], progress=False)
     full = []
-    for seen in range(length, length + 41, 10):
+    for seen in range(length, length + 21, 10):
         planned = plan(network.config, context=seen, prompt=length, batch=rows, dtype=torch.float32, **options)
         assert planned.at_most and planned.bytes_per_request * rows >= cache.nbytes
         full.append(cache.nbytes / (planned.bytes_per_request * rows))
         with torch.no_grad():
-            for at in range(seen, min(seen + 10, length + 40)):
+            for at in range(seen, min(seen + 10, length + 20)):
                 network(ids[:, at : at + 1], past_key_values=cache)
     assert max(full) > 0.75
 

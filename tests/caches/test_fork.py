@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qkvcache import CompressedCache, policies
-from tests.matrix import model
+from tests.matrix import covering, model
 from tests.reference import assert_close
 from tests.tolerance import turned
 
@@ -27,8 +27,7 @@ def slabs(cache: CompressedCache) -> int:
     return sum(slab.data.nbytes for layer in cache.layers for slab in layer.storage.tokens.pool.slabs)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@pytest.mark.parametrize(("architecture", "name"), covering(["llama", "gemma3"], OPTIONS, strength=1))
 def test_branches_say_what_copies_say(architecture, name):
     network = model(architecture)
     cache = CompressedCache(network.config, num_sink_tokens=2, residual_length=6, **OPTIONS[name])

@@ -23,14 +23,20 @@ MODES = {
     "prompt_lookup": {"prompt_lookup_num_tokens": 4},
     "chunked_prefill": {"prefill_chunk_size": 16},
 }
+STORES = {"growing": {}, "preallocated": {"max_length": 100}}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_the_exact_cache_gives_the_tokens_of_dynamic_cache(name, mode):
-    network = model(name)
-    expected = run(network, DynamicCache(config=network.config), **MODES[mode])
-    got = run(network, CompressedCache(network.config, format="identity", **ZONE), **MODES[mode])
+def exact(network, store="growing") -> CompressedCache:
+    return CompressedCache(network.config, format="identity", **ZONE | STORES[store])
+
+
+@pytest.mark.parametrize(("name", "mode", "store", "rows"), covering(["llama", "gemma3"], MODES, STORES, [1, 3]))
+def test_the_exact_cache_gives_the_tokens_of_dynamic_cache(name, mode, store, rows):
+    if (name, mode, store) == ("gemma3", "prompt_lookup", "preallocated"):
+        pytest.skip("sliding layers of a StaticCache cannot be cropped")
+    network, inputs = model(name), prompt(1 if mode == "prompt_lookup" else rows)
+    expected = run(network, DynamicCache(config=network.config), inputs, **MODES[mode])
+    got = run(network, exact(network, store), inputs, **MODES[mode])
     assert torch.equal(got, expected)
 
 
@@ -54,21 +60,19 @@ def test_left_padded_batches(cache, mode):
 def test_a_padded_row_equals_the_prompt_alone():
     network = model("llama")
     inputs = prompt(rows=3)
-    together = run(network, CompressedCache(network.config, format="identity", **ZONE), inputs)
+    together = run(network, exact(network), inputs)
     for row in range(3):
         is_valid = inputs["attention_mask"][row].bool()
-        alone = run(
-            network, CompressedCache(network.config, format="identity", **ZONE), {"input_ids": inputs["input_ids"][row, is_valid][None]}
-        )
+        alone = run(network, exact(network), {"input_ids": inputs["input_ids"][row, is_valid][None]})
         assert torch.equal(alone[0, -NEW:], together[row, -NEW:])
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_assisted_decoding_rolls_back(name):
+@pytest.mark.parametrize(("name", "store"), [("llama", "growing"), ("gemma3", "growing"), ("llama", "preallocated")])
+def test_assisted_decoding_rolls_back(name, store):
     network, draft = model(name), model("llama" if name == "gemma3" else "qwen3")
-    plain = run(network, CompressedCache(network.config, format="identity", **ZONE))
-    with attach(draft, lambda config: NVFP4Cache(config, **ZONE)):
-        assisted = run(network, CompressedCache(network.config, format="identity", **ZONE), assistant_model=draft)
+    plain = run(network, exact(network, store))
+    with attach(draft, lambda config: NVFP4Cache(config, **ZONE | STORES[store])):
+        assisted = run(network, exact(network, store), assistant_model=draft)
     assert torch.equal(assisted, plain)
 
 
@@ -76,21 +80,20 @@ def test_prompt_lookup_across_the_window():
     network = model("gemma3")
     inputs = {"input_ids": torch.randint(3, 100, (1, 10)).repeat(1, 4)}
     plain = run(network, DynamicCache(config=network.config), inputs)
-    ours = CompressedCache(network.config, format="identity", **ZONE)
-    assert torch.equal(run(network, ours, inputs, prompt_lookup_num_tokens=5), plain)
+    assert torch.equal(run(network, exact(network), inputs, prompt_lookup_num_tokens=5), plain)
 
 
-def test_multi_turn_with_all_ids():
+@pytest.mark.parametrize("store", STORES)
+def test_multi_turn_with_all_ids(store):
     network = model("llama")
-    ours, reference = TurboQuantCache(network.config, **ZONE), DynamicCache(config=network.config)
-    exact = CompressedCache(network.config, format="identity", **ZONE)
-    ids = {cache: prompt()["input_ids"] for cache in (reference, exact, ours)}
+    reference, same, ours = DynamicCache(config=network.config), exact(network, store), turboquant(**STORES[store])
+    ids = {cache: prompt()["input_ids"] for cache in (reference, same, ours)}
     for turn in range(3):
         for cache in ids:
             torch.manual_seed(SEED + turn)
             new = torch.randint(3, 100, (1, 7))
             ids[cache] = run(network, cache, {"input_ids": torch.cat([ids[cache], new], dim=1)}, max_new_tokens=9)
-    assert torch.equal(ids[exact], ids[reference])
+    assert torch.equal(ids[same], ids[reference])
     assert ours.get_seq_length() == reference.get_seq_length() == ids[ours].shape[1] - 1
 
 
@@ -98,7 +101,7 @@ def test_inputs_embeds():
     network = model("llama")
     embedded = {"inputs_embeds": network.get_input_embeddings()(prompt()["input_ids"])}
     expected = run(network, DynamicCache(config=network.config), embedded)
-    assert torch.equal(run(network, CompressedCache(network.config, format="identity", **ZONE), embedded), expected)
+    assert torch.equal(run(network, exact(network), embedded), expected)
 
 
 def prefilled(cache, rows: int = 1):
@@ -158,13 +161,17 @@ def test_crop_takes_back_what_came_last(removed):
     step(cache)
 
 
-def test_reset_makes_it_new():
+@pytest.mark.parametrize("store", STORES)
+def test_reset_makes_it_new(store):
+    """Also for another batch; preallocated storage stays."""
     network = model("llama")
-    cache = turboquant()
+    cache = turboquant(**STORES[store])
     first = run(network, cache)
-    cache.reset()
-    assert cache.get_seq_length() == 0 and cache.nbytes == 0
-    assert torch.equal(run(network, cache), first)
+    for inputs in (prompt(3), prompt()):
+        cache.reset()
+        assert cache.get_seq_length() == 0 and (store == "preallocated" or cache.nbytes == 0)
+        last = run(network, cache, inputs)
+    assert torch.equal(last, first)
 
 
 def test_output_attentions_under_eager():
@@ -174,7 +181,7 @@ def test_output_attentions_under_eager():
         network.generate(
             **inputs, past_key_values=cache, max_new_tokens=4, do_sample=False, output_attentions=True, return_dict_in_generate=True
         )
-        for cache in (DynamicCache(config=network.config), CompressedCache(network.config, format="identity", **ZONE))
+        for cache in (DynamicCache(config=network.config), exact(network))
     )
     for theirs, mine in zip(dense.attentions, ours.attentions, strict=True):
         for a, b in zip(theirs, mine, strict=True):

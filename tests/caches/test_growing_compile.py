@@ -22,12 +22,11 @@ def update(x, cache):
     return x
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_tokens_may_leave_the_recent_zone(mode):
+def test_tokens_may_leave_the_recent_zone():
     """And what was made in compiled code may be written outside of it."""
     plain, other = (CompressedCache(format="int8", num_sink_tokens=2, residual_length=6) for _ in range(2))
     compiled = torch.compile(update, dynamic=True, backend="aot_eager")
-    with mode():
+    with torch.inference_mode():
         for tokens in (9, 5, 70):
             x = torch.randn(1, 2, tokens, 32)
             update(x, plain)
@@ -72,7 +71,7 @@ def check_compiled_attention(backend: str, format: str) -> None:
         assert torch.equal(compiled(*x, caches[0]), module(*x, caches[1]))
 
 
-@pytest.mark.parametrize("format", slowly(FORMATS, ["identity", "turboquant_3bit_nc"]))
+@pytest.mark.parametrize("format", slowly(FORMATS, ["turboquant_3bit_nc"]))
 def test_compiled_attention_is_that_of_eager_code(format):
     """On codes, of which no graph is made: whatever the format."""
     check_compiled_attention("aot_eager", format)

@@ -74,8 +74,7 @@ def test_every_format_equals_its_codes_decoded(format, feed):
     check_against_decoded(network, MODES[mode], CompressedCache(network.config, format=FORMATS[format], **ZONES[zones]))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize(("attention", "mode"), covering(ATTENTION, MODES, strength=1))
 def test_without_a_config_sliding_layers_are_compressed_too(attention, mode):
     network = model("mistral", attention)
     for ours, theirs in zip(

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from qkvcache import CompressedCache, H2OCache, SinkCache
 from qkvcache.policies import H2O
-from tests.matrix import _TINY
+from tests.matrix import _TINY, covering
 from tests.reference import Mode, assert_close, forward
 from tests.seeds import SEED
 from tests.tolerance import TURNED, of_model
@@ -38,9 +38,7 @@ def sparse_beside_full(order: str, attention: str):
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
 
-@pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("order", "attention", "kind"), covering(ORDERS, ["sdpa", "eager"], CACHES))
 def test_a_padded_row_is_the_row_alone(order, attention, kind):
     """The mask of a step, which all layers share, has columns for what the layer holds that holds most."""
     network, end = sparse_beside_full(order, attention), 0

@@ -15,7 +15,7 @@ from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.layers.snapshot import restore, snapshot
 from qkvcache.policies import H2O, AdaKV, KVzip, SnapKV
 from tests.caches.test_eviction import CUTS, LENGTH, assert_generate_equals_a_loop, check_rows, inputs, kept, live_bytes, run
-from tests.caches.test_eviction_features import MOVES, generate, prompt, same, state
+from tests.caches.test_eviction_features import generate, llama, prompt, same, state
 from tests.matrix import ATTENTION, FORMATS, SHARED, model, slowly
 from tests.reference import ZONES, assert_close, count_decoded_layers, forward
 from tests.tolerance import TURNED, of_model, turned
@@ -25,7 +25,7 @@ POLICY = SHARED["snapkv"](15)
 
 
 def cache_of(name="snapkv", budget=14, format=None, **options):
-    return CompressedCache(model("llama").config, policy=SHARED[name](budget), format=format, **options)
+    return CompressedCache(llama().config, policy=SHARED[name](budget), format=format, **options)
 
 
 def counts(cache, layer=0):
@@ -36,26 +36,26 @@ def counts(cache, layer=0):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", slowly(SHARED, FEW))
 def test_a_padded_row_equals_its_prompt_alone(name, attention):
-    network = model("llama", attention)
+    network = llama(attention)
     make = functools.partial(CompressedCache, network.config, policy=SHARED[name](21))
     check_rows(network, make, CUTS["chunked" if attention == "sdpa" else "whole"])
 
 
 @pytest.mark.parametrize("name", slowly(SHARED, FEW))
 def test_a_padded_row_of_codes_equals_its_prompt_alone(name):
-    make = functools.partial(CompressedCache, model("llama").config, policy=SHARED[name](15), format="int8", **ZONES["zones"])
-    check_rows(model("llama"), make, CUTS["whole"], TURNED)
+    make = functools.partial(CompressedCache, llama().config, policy=SHARED[name](15), format="int8", **ZONES["zones"])
+    check_rows(llama(), make, CUTS["whole"], TURNED)
 
 
 def test_shares_of_the_tokens_seen_are_of_each_row():
     policy = AdaKV(H2O(budget=0.5, recent=3))
-    check_rows(model("llama"), functools.partial(CompressedCache, model("llama").config, policy=policy), CUTS["whole"])
+    check_rows(llama(), functools.partial(CompressedCache, llama().config, policy=policy), CUTS["whole"])
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_attention_implementations_agree(attention):
     """Steps of one token and of several, with padding among the new tokens and without."""
-    network, expected = model("llama", attention), model("llama", "eager")
+    network, expected = llama(attention), llama("eager")
     for text in (inputs((0,)), inputs()):
         caches = [CompressedCache(network.config, policy=POLICY) for _ in range(2)]
         ours, theirs = (run(n, cache, (4, 17, 9, 1, 3, 1, 1, 1), text) for n, cache in zip((network, expected), caches, strict=True))
@@ -70,13 +70,13 @@ def test_the_budget_holds_at_every_step_and_bytes_are_counted(name, format):
     cache, differ = cache_of(name, 14, format, num_sink_tokens=2, residual_length=3), []
 
     def check(seen):
-        for layer in range(3):
+        for layer in range(2):
             held = counts(cache, layer)
             assert held.sum() <= 2 * 14 and cache.stored_length(layer) == held.max()
             differ.append(bool((held != held[:, :1]).any()))
         assert cache.nbytes == live_bytes(cache)
 
-    run(model("llama"), cache, (30, *[1] * 6, 3, 1), inputs((0,), 40), check)
+    run(llama(), cache, (30, *[1] * 6, 3, 1), inputs((0,), 40), check)
     assert any(differ)
 
 
@@ -102,7 +102,7 @@ def test_memory_is_for_the_tokens_of_all_heads(format):
 
 @pytest.mark.parametrize("name", slowly(SHARED, FEW))
 def test_a_budget_that_is_not_reached_changes_no_bit(name):
-    network = model("llama")
+    network = llama()
     for sizes, text in ((CUTS["chunked"], inputs()), (CUTS["whole"], inputs((0,)))):
         ours = run(network, cache_of(name, LENGTH), sizes, text)
         theirs = run(network, DynamicCache(config=network.config), sizes, text)
@@ -112,16 +112,16 @@ def test_a_budget_that_is_not_reached_changes_no_bit(name):
 @pytest.mark.parametrize("format", [None, "int8"])
 def test_a_share_of_everything_is_a_budget_for_each_head(format):
     policies = AdaKV(own := SnapKV(budget=14, interval=1, window_size=4, recent=3), 1.0), own
-    caches = [CompressedCache(model("llama").config, policy=policy, format=format, **ZONES["zones"]) for policy in policies]
-    ours, theirs = (run(model("llama"), cache, CUTS["whole"]) for cache in caches)
+    caches = [CompressedCache(llama().config, policy=policy, format=format, **ZONES["zones"]) for policy in policies]
+    ours, theirs = (run(llama(), cache, CUTS["whole"]) for cache in caches)
     assert kept(caches[0]) == kept(caches[1])
     for a, b in zip(ours, theirs, strict=True):
-        assert_close(a, b, of_model(model("llama")))
+        assert_close(a, b, of_model(llama()))
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_generate_equals_a_manual_loop(chunk):
-    network, (ids, mask) = model("llama"), inputs(length=29)
+    network, (ids, mask) = llama(), inputs(length=29)
     ours, manual = cache_of(), cache_of()
     assert_generate_equals_a_loop(network, ours, manual, ids, mask, chunk)
     assert kept(ours) == kept(manual) and (counts(ours).sum(-1) == 2 * 14).all()
@@ -129,45 +129,17 @@ def test_generate_equals_a_manual_loop(chunk):
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}], ids=str)
 def test_beams(options):
-    network, inputs = model("llama"), prompt(2)
+    network, inputs = llama(), prompt(2)
     expected = generate(network, DynamicCache(config=network.config), inputs, **options)
     assert torch.equal(generate(network, cache_of(budget=60), inputs, **options), expected)
     generate(network, cache := cache_of(format="int8"), inputs, **options)
     assert (counts(cache).sum(-1) == 2 * 14).all() and len(counts(cache)) == 6
 
 
-@pytest.mark.parametrize("format", [None, "int8"])
-def test_rows_move_and_copies_stand_alone(format):
-    _, mask = prompt(3).values()
-    ids, new = (3 + torch.stack([torch.randperm(97)[:45] for _ in range(3)])).split([40, 5], 1)
-    network, cache = model("llama"), cache_of(format=format, residual_length=3)
-    forward(network, cache, ids, mask, 0, 40)
-
-    def go_on(cache, rows):
-        text, is_valid = torch.cat([ids, new], 1)[rows], torch.cat([mask, torch.ones_like(new)], 1)[rows]
-        logits = [forward(network, cache, text, is_valid, a, a + 1) for a in range(40, 45)]
-        return torch.stack(logits, 1), [cache.kept_positions(i) for i in range(3)]
-
-    before = state(cache)
-    expected, positions = go_on(copy.deepcopy(cache), torch.arange(3))
-    assert same(state(cache), before)
-    for method, (argument, rows) in MOVES.items():
-        moved = copy.deepcopy(cache)
-        getattr(moved, method)(argument)
-        logits, found = go_on(moved, rows)
-        assert_close(logits, expected[rows], TURNED if format else of_model(network))
-        for ours, theirs in zip(found, positions, strict=True):
-            assert [[[p for p in h if p >= 0] for h in r] for r in ours.tolist()] == [
-                [[p for p in h if p >= 0] for h in r] for r in theirs[rows].tolist()
-            ]
-    cache.reset()
-    assert cache.nbytes == cache.get_seq_length() == cache.stored_length() == 0
-
-
 @pytest.mark.parametrize(("format", "prompt"), [(None, 30), ("int8", 30), ("int8", 4)])
 def test_a_row_comes_back_from_a_snapshot(format, prompt):
     """Of a batch whose other row has a longer head; and where nothing is quantized yet."""
-    network, (ids, _) = model("llama"), inputs((0, 0))
+    network, (ids, _) = llama(), inputs((0, 0))
     cache = cache_of(format=format, residual_length=3)
     for a, b in ((0, prompt), (prompt, prompt + 1), (prompt + 1, prompt + 2)):
         forward(network, cache, ids, torch.ones_like(ids), a, b)
@@ -182,33 +154,13 @@ def test_a_row_comes_back_from_a_snapshot(format, prompt):
             assert same(*([x] for x in logits)) and kept(again) == kept(alone)
 
 
-def test_turns_of_different_lengths():
-    """Padding in the middle of a conversation: each row is as alone without it."""
-    network, generator = model("llama"), torch.Generator().manual_seed(3)
-    ids, mask = 3 + torch.stack([torch.randperm(97, generator=generator)[:46] for _ in range(3)]), torch.ones(3, 46, dtype=torch.long)
-    for row, (left, middle) in enumerate(((0, 6), (4, 0), (9, 3))):
-        mask[row, :left] = 0
-        mask[row, 24 : 24 + middle] = 0
-    spans = [(0, 20), *((i, i + 1) for i in range(20, 24)), (24, 36), *((i, i + 1) for i in range(36, 46))]
-    for name in ("snapkv", "snapkv_interval"):
-        batch, single = cache_of(name), cache_of(name)
-        parts = [forward(network, batch, ids * mask, mask, a, b) for a, b in spans]
-        is_valid = mask[2].bool()
-        mine, ones = ids[2:, is_valid], mask[2:, is_valid]
-        for (a, b), part in zip(spans, parts, strict=True):
-            got = forward(network, single, mine, ones, int(is_valid[:a].sum()), int(is_valid[:b].sum()))
-            if name == "snapkv":  # with an interval, rows count padding as tokens that come in
-                assert_close(part.split(mask[:, a:b].sum(-1).tolist())[2], got, of_model(network))
-        assert name != "snapkv" or kept(single) == kept(batch, 2)
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "flex_attention", "qkvcache"])
 def test_many_new_tokens_run_in_chunks(monkeypatch, attention):
     """Without a dense layer, whatever heads hold."""
     monkeypatch.setattr(attend_chunked, "CHUNK_TOKENS", 7)
     sizes, text = (30, 20, 1, 19), inputs((0, 9, 40), 70)
     reference, cache = (cache_of("snapkv_interval", 21, num_sink_tokens=2) for _ in range(2))
-    expected, network = run(model("llama", "eager"), reference, sizes, text), model("llama", attention)
+    expected, network = run(llama("eager"), reference, sizes, text), llama(attention)
     logits = [forward(network, cache, *text, 0, 30)]
     with count_decoded_layers() as decoded:
         logits += [forward(network, cache, *text, a, b) for a, b in ((30, 50), (50, 51), (51, 70))]
@@ -252,7 +204,7 @@ def test_kernels_do_what_torch_operations_do(monkeypatch, format):
 
 def test_a_context_that_is_read_twice():
     """KVzip's scores, and a row that is padded."""
-    network, (ids, mask) = model("llama"), inputs((0, 7), 48)
+    network, (ids, mask) = llama(), inputs((0, 7), 48)
     found = {}
     for alpha in (0.2, 1.0, None):
         policy = KVzip(budget=20, recent=4, alpha_safeguard=alpha, layerwise=True)
@@ -278,7 +230,7 @@ def test_what_is_refused(options, error, says):
 
 
 def test_steps_back_are_refused():
-    generate(model("llama"), cache := cache_of())
+    generate(llama(), cache := cache_of())
     before = state(cache)
     with pytest.raises(NotImplementedError, match="take steps back"):
         cache.crop(-1)

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
 
-from qkvcache import CompressedCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, attach, policies
+from qkvcache import CompressedCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, policies
 from qkvcache.layers.compressed import CompressedLayer
 from tests import matrix
 from tests.matrix import COVER, FORMATS, THREE, UNSUPPORTED, covering, model, slowly
 from tests.reference import MODES, NEW, ZONES, Mode, assert_close, count_decoded_layers, forward, prompt, run, steps
-from tests.seeds import SEED
 from tests.tolerance import of_model
 
 NAMES = ("llama", "qwen3", "gemma3", "gemma2", "gpt_oss", "phi3")
@@ -214,16 +213,6 @@ GENERATE = {
 }
 
 
-@pytest.mark.parametrize("mode", GENERATE)
-@pytest.mark.parametrize("name", slowly(["llama", "gemma3"], ["llama"]))
-def test_the_exact_cache_gives_the_tokens_of_dynamic_cache(name, mode):
-    if (name, mode) == ("gemma3", "prompt_lookup"):
-        pytest.skip("sliding layers of a StaticCache cannot be cropped")
-    network = model(name)
-    expected = run(network, DynamicCache(config=network.config), **GENERATE[mode])
-    assert torch.equal(run(network, make(network, "identity", 70), **GENERATE[mode]), expected)
-
-
 @pytest.mark.parametrize(("cache", "mode"), covering(CACHES, slowly(GENERATE, ["greedy", "beams", "prompt_lookup"]), strength=1))
 def test_every_cache_gives_the_tokens_of_its_codes_decoded(cache, mode):
     network = model("llama")
@@ -232,40 +221,12 @@ def test_every_cache_gives_the_tokens_of_its_codes_decoded(cache, mode):
     assert torch.equal(run(network, ours, **GENERATE[mode]), expected)
 
 
-@pytest.mark.parametrize("mode", ["greedy", "sampling", "beams", "several"])
-def test_left_padded_batches(mode):
-    network = model("llama")
-    expected = run(network, DynamicCache(config=network.config), prompt(3), **GENERATE[mode])
-    assert torch.equal(run(network, make(network, "identity"), prompt(3), **GENERATE[mode]), expected)
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_prompt_of_one_token(name):
     network = model(name)
     inputs = {"input_ids": torch.tensor([[7]])}
     expected = run(network, DynamicCache(config=network.config), inputs)
     assert torch.equal(run(network, make(network, "identity", NEW), inputs), expected)
-
-
-def test_assisted_decoding_rolls_back():
-    network, draft = model("llama"), model("qwen3")
-    plain = run(network, make(network, "identity"))
-    with attach(draft, lambda config: NVFP4Cache(config, max_length=100, **ZONE)):
-        assisted = run(network, make(network, "identity", 80), assistant_model=draft)
-    assert torch.equal(assisted, plain)
-
-
-def test_multi_turn():
-    network = model("llama")
-    ours, reference = make(network, "identity", 100), DynamicCache(config=network.config)
-    ids = {cache: prompt()["input_ids"] for cache in (reference, ours)}
-    for turn in range(3):
-        for cache in ids:
-            torch.manual_seed(SEED + turn)
-            new = torch.randint(3, 100, (1, 7))
-            ids[cache] = run(network, cache, {"input_ids": torch.cat([ids[cache], new], dim=1)}, max_new_tokens=9)
-    assert torch.equal(ids[ours], ids[reference])
-    assert ours.get_seq_length() == ids[ours].shape[1] - 1
 
 
 def test_deepcopy_forks_a_prefix_and_rows_move():
@@ -281,17 +242,6 @@ def test_deepcopy_forks_a_prefix_and_rows_move():
     wide.batch_select_indices(torch.tensor([0, 3]))
     wide.reorder_cache(torch.tensor([1, 0]))
     assert_close(forward(network, wide, ids.flip(0), mask.flip(0), 39, 40), expected.flip(0), of_model(network))
-
-
-def test_reset_serves_another_batch():
-    network = model("llama")
-    cache = make(network, length=70)
-    first = run(network, cache)
-    cache.reset()
-    run(network, cache, prompt(3))
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    assert torch.equal(run(network, cache), first)
 
 
 @pytest.mark.parametrize("name", ["t5", "whisper"])
@@ -341,7 +291,7 @@ def test_generate_fills_the_cache_to_the_last_token():
     cache = make(network, length=40 + NEW - 1)
     run(network, cache)
     assert cache.get_seq_length() == 40 + NEW - 1
-    with pytest.raises(ValueError, match="max_length=63"):
+    with pytest.raises(ValueError, match=f"max_length={40 + NEW - 1}"):
         run(network, cache, {"input_ids": torch.full((1, 65), 5)})
 
 

@@ -195,7 +195,6 @@ def test_splits_of_many_rows(monkeypatch):
     query, sinks = torch.randn(5, 4, 1, 64, device=DEVICE).half(), torch.randn(4, device=DEVICE)
     whole = replace(inputs, splits=split(inputs.pages.lengths, programs=1))
     assert len({tuple(item[:2]) for item in whole.splits.items.tolist()}) > 10
-    compare(monkeypatch, "turboquant_4bit_nc", query, whole)
     compare(monkeypatch, "turboquant_4bit_nc", query, whole, sinks=sinks, softcap=5.0, scaling=0.3)
     without = build(REGISTRY["turboquant_4bit_nc"], [300, 70], sinks=0, ring=0, device=DEVICE)
     compare(monkeypatch, "turboquant_4bit_nc", query[:2], replace(without, splits=split(without.pages.lengths)))
@@ -265,7 +264,7 @@ def test_the_kernel_with_everything_that_attention_has(format, monkeypatch):
     inputs = build(REGISTRY[format], [150, 3, 40], begin=1, ring=19, ring_tokens=[19, 16, 17], device=DEVICE)
     options = {"softcap": 5.0, "sinks": torch.randn(4, device=DEVICE), "scaling": 0.3}
     for queries, mask in (
-        (16, None),
+        (5, None),
         (3, torch.rand(3, 1, 3, 200) < 0.7),
         (1, torch.rand(3, 1, 1, 200) < 0.7),
         (2, torch.randn(1, 4, 1, 200)),
@@ -396,7 +395,7 @@ def test_gathering(format):
 
 
 @KERNELS
-@pytest.mark.parametrize("format", slowly(STORED, [name for name in KINDS if name in STORED]))
+@pytest.mark.parametrize("format", slowly(STORED, QUICK))
 def test_the_kernel_that_gathers(format):
     from qkvcache.kernels import triton_gather
 

@@ -21,7 +21,7 @@ def text(rows, length):
 @pytest.mark.parametrize("recent", [3, 64])
 @pytest.mark.parametrize("policy", SHARES, ids=str)
 def test_a_share_holds_in_every_row_with_equal_empty_slots(policy, recent):
-    network = model("llama")
+    network = model("llama", layers=1)
     ids, mask = text(3, 70)
     cache = CompressedCache(network.config, format="int8", policy=policy, num_sink_tokens=2, residual_length=recent)
     begin = 0
@@ -63,7 +63,7 @@ def test_tokens_whose_priority_is_nan_go_first():
 
 def test_decay_does_not_depend_on_the_steps():
     """Of the first layer, whose attention does not depend on what went before, and with a budget that evicts nothing."""
-    network = model("llama")
+    network = model("llama", layers=1)
     ids, mask = text(1, 60)
     found = []
     for sizes in ((60,), (1,) * 60, (20, 20, 20)):

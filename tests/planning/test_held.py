@@ -156,15 +156,15 @@ def test_heads_that_share_a_budget_hold_at_most_what_is_planned(interval):
     options = {"format": "int8", "num_sink_tokens": 0, "residual_length": 0}
     options["policy"] = policies.AdaKV(policies.H2O(budget=budget, recent=0, num_sink_tokens=0, interval=interval), 0.1)
     layer = CompressedCache(config, **options)._new_layer()
-    for seen in range(1100, 1700):
-        new = torch.rand(1, 2, 1100 if seen == 1100 else 1, 32)
+    for seen in range(1280, 1700):
+        new = torch.rand(1, 2, 1280 if seen == 1280 else 1, 32)
         layer.update(new, new)
         layer.begin_attention(None)
         skew = torch.tensor([1.0, 1.0 if seen < 1600 else 1e4])[:, None]
         layer.end_attention(torch.rand(1, 2, layer.stored + new.shape[2]) * skew)
         if seen % 37 == 0 or seen == 1699:
             held = bytes_by_role(layer.tensors())
-            planned = plan(config, context=seen, prompt=1100, dtype=torch.float32, **options)
+            planned = plan(config, context=seen, prompt=1280, dtype=torch.float32, **options)
             assert planned.at_most and all(3 * held[part] <= getattr(planned.request, part) for part in PARTS)
             if seen < budget - interval:
                 assert planned.bytes_per_request - 3 * sum(held.values()) in (0, 3 * COUNTS)
@@ -175,7 +175,7 @@ def test_heads_that_share_a_budget_hold_at_most_what_is_planned(interval):
 
 @pytest.mark.parametrize(("name", "format"), covering(SHARED, ["identity", "turboquant_3bit_nc", "fp8_tensor"], strength=1))
 def test_every_policy_that_shares_budgets(name, format):
-    for budget, prompt, steps in ((40, 80, 2), (90, 80, 2), (90, 80, 40)):
+    for budget, prompt, steps in ((40, 80, 2), (90, 80, 2), (90, 80, 15)):
         options = {"format": FORMATS[format], "policy": SHARED[name](budget)}
         memory = drive("llama", prompt, steps, **options).memory()
         planned = plan(MODELS["llama"](), context=prompt + steps, prompt=prompt, batch=ROWS, dtype=torch.float32, **options)
@@ -192,7 +192,7 @@ def test_budgets_by_head_are_planned_exactly(budget):
     policy = policies.SnapKV(budget=budget, interval=1, window_size=4, recent=3)
     options = {"format": "int8", "policy": policy, "num_sink_tokens": 2, "residual_length": 3}
     layer = CompressedCache(config, **options)._new_layer()
-    for seen in range(prompt, prompt + 400):
+    for seen in range(prompt, prompt + 220):
         new = torch.rand(1, 2, prompt if seen == prompt else 1, 32)
         layer.update(new, new)
         layer.begin_attention(None)
@@ -252,7 +252,7 @@ def test_preallocated_caches(policy, rows):
     config = MODELS["llama"]()
     formats = COVER if policy in ("none", "h2o") else ("fp8", "int8_token")
     for format in formats:
-        for skip_layers in ((), (1,)):
+        for skip_layers in ((), (1,)) if policy in ("none", "h2o") else ((),):
             options = {"format": FORMATS[format], "policy": ALL_POLICIES[policy](40), "skip_layers": skip_layers, "max_length": 700}
             memory = drive_static(config, 150, 2, rows, **options).memory()
             planned = plan(config, context=152, batch=rows, dtype=torch.float32, **options)

@@ -50,7 +50,12 @@ def check(policy, text, guaranteed=(), **options):
         assert held(layer) == expected, f"step {step}"
 
 
-@pytest.mark.parametrize(("name", "text", "budget"), covering(POLICIES, TEXTS, slowly([12, 21], [12])))
+BUDGETS = slowly([12, 21], [12])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "budget"), [*covering(POLICIES, ["chunked"], BUDGETS), *covering(POLICIES, ["even", "padded"], BUDGETS, strength=1)]
+)
 def test_those_with_the_highest_score_are_kept(name, budget, text):
     check(POLICIES[name](budget), TEXTS[text])
 

@@ -24,7 +24,7 @@ from tests import matrix
 from tests.prefix.made import WORDS, model
 from tests.seeds import SEED
 
-MUTATIONS = 400
+MUTATIONS = 400 if matrix.ALL else 150
 """For each kind of entry."""
 ROOM = 2**29
 """Bytes of address space that a fetch may take."""
