@@ -60,7 +60,7 @@ class HeadProfile:
 
         Args:
             budget: the mean over all heads: tokens (int), or share of the tokens seen (float).
-            share: about what share of the context a budget in tokens is; by default a quarter. The smaller the share,
+            share: the share of the context that a budget in tokens is expected to be; None: a quarter. The smaller it is,
                 the more of the budget belongs to few heads.
 
         Raises ValueError for sizes that are not a budget, TypeError for other types.
