@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicIndexedLayer, LinearAttentionLayer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-from qkvcache import CompressedCache, H2OCache, PrefixStore, TurboQuantCache
+from qkvcache import CompressedCache, H2OCache, PrefixStore, TurboQuantCache, attention
 from qkvcache.layers.indexed import IndexedLayer
 from tests import matrix
 from tests.reference import assert_close, count_decoded_layers
@@ -79,6 +79,7 @@ def test_qkvcache_attention_reads_what_the_indexer_chose(make):
     network = family("deepseek_v32")
     ids, sizes = tokens(network, 80), (60, 1, 7, 1, 1)
     expected = read(network, DynamicCache(config=network.config), ids, sizes)
+    attention.install()  # as any cache does
     network.set_attn_implementation("qkvcache")
     try:
         assert_close(read(network, make(network.config), ids, sizes), expected, of_model(network, 80))
