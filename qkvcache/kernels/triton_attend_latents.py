@@ -403,10 +403,7 @@ def chosen_tokens(inputs: PagedInputs, mask: Tensor, queries: int, chosen: int) 
         place = torch.arange(region, device=mask.device)
         column = (place + rows[:, SINKS, None].long()).clamp_max(mask.shape[2] - 1)
         shown = mask.gather(2, column[:, None].expand(-1, queries, -1)) & (place < inputs.pages.lengths[:, None])[:, None]  # type: ignore[index]
-    most = min(chosen, region)
-    slot = torch.where(shown, shown.cumsum(-1) - 1, most).clamp_max(most)
-    place = torch.arange(region, device=mask.device).expand_as(slot)
-    index = slot.new_zeros(*slot.shape[:2], most + 1).scatter_(2, slot, place)[..., :most]
+    index = shown.byte().topk(min(chosen, region)).indices  # what is seen, and then others
     entries = table[:, None].expand(-1, queries, -1).gather(2, index // inputs.pages.page_size)
     return index.int().flatten(0, 1), entries.flatten(0, 1), shown.sum(-1, dtype=torch.int32).flatten()
 
