@@ -48,8 +48,7 @@ def test_the_exact_cache_gives_the_tokens_of_dynamic_cache(name, attention, mode
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "mode"), covering(NAMES, MODES, strength=1))
 def test_codes_give_the_tokens_of_codes_decoded(name, mode):
     cache = wrap(TurboQuantCache(model(name).config, **ZONES["zones"]))
     expected = run(name, "sdpa", decoded(cache), **MODES[mode])
