@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from families_models import build
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
@@ -101,6 +102,27 @@ def test_crop_is_refused_and_changes_nothing(name):
         cache.crop(-2)
     new = ids(2, 1, 1)
     assert torch.equal(read(cache, new), read(twin, new))
+
+
+@pytest.mark.parametrize("way", ["prompt lookup", "another model", "the model itself"])
+def test_assisted_decoding_takes_states_back(way):
+    """States of convolutions, which record the tokens that may be taken back, against steps without a cache. transformers refuses models
+    with a recurrence."""
+    options = {"prompt lookup": {"prompt_lookup_num_tokens": 3}, "another model": {"assistant_model": build("llama")}}
+    for name in ("lfm2", "qwen3_next"):
+        network, prompt = build(name), ids(1, 15).repeat(1, 2)
+        chosen = options.get(way) or {"assistant_model": network}
+        chosen |= {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        cache = CompressedCache(network.config, format="int8", **ZONES | {"residual_length": 64})
+        if name == "qwen3_next":
+            with pytest.raises(ValueError, match="not supported with stateful models"):
+                network.generate(prompt, past_key_values=cache, **chosen)
+            continue
+        expected = prompt
+        for _ in range(12):
+            with torch.no_grad():
+                expected = torch.cat([expected, network(expected, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+        assert torch.equal(network.generate(prompt, past_key_values=cache, **chosen), expected)
 
 
 def test_memory_counts_states():
