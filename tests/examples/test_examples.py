@@ -1,8 +1,5 @@
 """The scripts among the examples, made small."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import transformers
@@ -150,14 +147,6 @@ def test_a_batch_over_processes():
     printed = [program.result() for program in ranks(EXAMPLES / "batch_accelerate.py", ["--prompts", "3"], 2)]
     assert "process 0 of 2 on cpu:0: 2 prompts" in printed[0] and "process 1 of 2 on cpu:0: 1 prompts" in printed[1]
     assert "3 answers, the first of them ' dilzon" in printed[0]
-
-
-@pytest.mark.slow
-@BATCHING
-def test_a_process_for_each_device():
-    command = [sys.executable, str(EXAMPLES / "batch_processes.py"), "--devices", "cpu", "--prompts", "3", "--together", "2"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert printed.count("on cpu: ' dilzon") == 3
 
 
 @pytest.mark.slow
