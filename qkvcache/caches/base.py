@@ -428,10 +428,11 @@ class CompressedCache(DynamicCache):
                 "pass a new cache; to go on, pass the whole text, longer than the cache"
             )
         if self.compile and not torch.compiler.is_compiling():  # all layers make room before a compiled step
+            by_column = None if self._config is None else "flash" not in (self._config._attn_implementation or "")
             for layer in self.layers:
                 if isinstance(layer, CompressedLayer):
                     layer.reserve(query_length)
-                    layer.mask_by_column = None if self._config is None else "flash" not in (self._config._attn_implementation or "")
+                    layer.mask_by_column = by_column
         if self._keeps_all is not None and isinstance(self.layers[layer_idx], CompressedLayer):
             layer_idx = self._keeps_all
         return super().get_mask_sizes(query_length, layer_idx)

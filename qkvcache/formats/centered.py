@@ -103,7 +103,7 @@ def _moments(x: Tensor, is_valid: Tensor | None) -> tuple[Tensor, Tensor, int | 
     tokens = x.shape[2] if torch.compiler.is_compiling() else max(BLOCK * x.shape[2] // max(x.numel(), 1), 1)
     mean, square = (x.new_zeros(*x.shape[:2], 1, x.shape[3], dtype=exact) for _ in range(2))
     for part in x.split(tokens, dim=2):
-        part = part.to(exact)
+        part = part.to(exact, copy=True)
         mean += part.sum(2, keepdim=True)
-        square += part.square().sum(2, keepdim=True)
+        square += part.square_().sum(2, keepdim=True)
     return mean / count, square / count, count
