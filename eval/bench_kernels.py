@@ -28,7 +28,7 @@ from palette import format_color
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from qkvcache.formats import REGISTRY, Buffer, Codec, HadaQuant
+from qkvcache.formats import REGISTRY, Buffer, Codec, HadaQuant, TurboQuant
 from qkvcache.formats.fp8 import ScaledFloat8
 from qkvcache.kernels.attend import attend_observed
 from qkvcache.kernels.dispatch import sum_attention
@@ -41,7 +41,7 @@ if importlib.util.find_spec("triton"):
     from qkvcache.kernels.triton_dequantize import dequantize_pages
     from qkvcache.kernels.triton_quantize import quantize_into
 
-KNOWN = REGISTRY | {"hadaquant_k4v4": HadaQuant(4, 4)}
+KNOWN = REGISTRY | {"hadaquant_k4v4": HadaQuant(4, 4), "turboquant_4bit_nc_halves": TurboQuant("4bit_nc", halves=True)}
 """The last one is not registered since it takes longer than `turboquant_4bit_nc`: these rows say so."""
 TURBO = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 HADA = ("hadaquant_k4v4", "hadaquant_k4v3", "hadaquant_k3v3", "hadaquant_k3v2", "hadaquant_k2v2")

@@ -47,7 +47,7 @@ from qkvcache.kernels import (  # noqa: E402
 )
 from qkvcache.kernels.fused import EXACT_TILE, SUM_TOKENS, TILES, launched  # noqa: E402
 from qkvcache.kernels.pages import BLOCK, GATHER_TILE, WHOLE  # noqa: E402
-from qkvcache.kernels.triton_attend import attend_kernel  # noqa: E402
+from qkvcache.kernels.triton_attend import SCORED, attend_kernel  # noqa: E402
 from qkvcache.kernels.triton_attend_tiles import attend_tiles_kernel  # noqa: E402
 from qkvcache.kernels.triton_join import reduce_kernel, rotate_kernel  # noqa: E402
 from qkvcache.kernels.triton_sum_splits import sum_splits_kernel  # noqa: E402
@@ -91,7 +91,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "store": {"MASK": "row", "COUNTED": True},
     "items": {"ITEMS": True, "COUNTED": True, "BASE": 0},
     "blocks": {"BLOCK": BLOCK, "T": BLOCK, "COUNTED": True},
-    "rest": {"BLOCK": BLOCK, "T": BLOCK, "COUNTED": True, "EXACT": False},
+    "rest": {"COUNTED": True, "EXACT": False, "KIND": SCORED.value},
 }
 
 
@@ -136,7 +136,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
         "table": "*i32" if variant == "items" else "*i64",
         "mask": "*fp32" if variant == "float" else "*u8",
     }
-    types |= dict.fromkeys(("part", "maxima", "sums", "tops"), "*fp32") | {"weights": "*bf16"}
+    types |= dict.fromkeys(("part", "maxima", "sums", "tops", "scores"), "*fp32") | {"weights": "*bf16"}
     types |= dict.fromkeys(("scaling", "softcap"), "fp32") | dict.fromkeys(("rows", "lengths", "items", "blocks", "read"), "*i32")
     types |= {"exact_strides": ("i32",) * 12} | {"mean_strides": ("i32",) * 2}
     for side, how in (("k", key), ("v", value)):
@@ -148,7 +148,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
         "K_ONCE": 0, "V_ONCE": 0, "k_strides": _strides_of(key, head_dim, dtype), "v_strides": _strides_of(value, head_dim, dtype),
         "SOFTCAP": False, "MASK": "none", "CAUSAL": False,
         "ARCH": TARGETS[target].arch if nvidia else 0, "EXACT": True, "TURN": rotation_block(head_dim) ** -0.5 if key.rotated else 1.0,
-        "ATTENTION_SUMS": 0, "COUNTED": False, "PAGE": PAGE, "BASE": ANCHOR, "ITEMS": False, "BLOCK": 0,
+        "ATTENTION_SUMS": 0, "COUNTED": False, "PAGE": PAGE, "BASE": ANCHOR, "ITEMS": False, "BLOCK": 0, "KIND": 0,
     }  # fmt: skip
     options: dict[str, object] = {"num_warps": launch.warps, "num_stages": launch.stages}
     if launch.registers and nvidia:
@@ -200,12 +200,12 @@ def attention_to_latents(format: str, target: str, rows: int = 128, variant: str
 def scoring(format: str, head_dim: int, target: str) -> Job:
     job, kernel = attention(format, head_dim, target, "store"), triton_select_blocks.score_blocks_kernel
     names = {param.name for param in kernel.params}
-    types = {name: kind for name, kind in job.types.items() if name in names} | {"scores": "*fp32"}
+    types = {name: kind for name, kind in job.types.items() if name in names}
     constants = {name: x for name, x in job.constants.items() if name in names}
     key = FORMATS[format].key.coarse.packed_layout
     assert key
     constants |= {"K": key, "k_strides": _strides_of(key, head_dim, "bf16")}
-    constants |= {"R": 8 if constants["ARCH"] else 16, "T": triton_select_blocks.TILE, "MASK": "none", "BLOCK": BLOCK, "WHOLE": WHOLE}
+    constants |= {"R": 8 if constants["ARCH"] else 16, "T": triton_select_blocks.TILE, "MASK": "none", "BLOCK": BLOCK}
     return Job(
         f"score blocks {format} {head_dim}",
         kernel,
@@ -218,15 +218,12 @@ def scoring(format: str, head_dim: int, target: str) -> Job:
 
 def choosing(blocks: int, target: str) -> Job:
     types = {"scores": "*fp32", "table": "*i64", "entries": "*i64"} | dict.fromkeys(("rows", "lengths", "blocks", "read"), "*i32")
-    types |= {"rest_table": "*i64", "rest_blocks": "*i32", "rest_entries": "*i64", "rest_read": "*i32"}
     constants = {
-        "REST": True,
         "N": blocks,
         "PAGE": PAGE,
         "COUNTED": True,
         "BITS": triton_select_blocks.BITS,
         "BLOCK": BLOCK,
-        "WHOLE": WHOLE,
     }
     constants["ARCH"] = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
     return Job(f"choose blocks {blocks}", triton_select_blocks.choose_blocks_kernel, types, constants, target, {"num_warps": 16})

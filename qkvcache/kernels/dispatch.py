@@ -230,7 +230,7 @@ def _attend_pages(
     choose = _module("triton_select_blocks").select_blocks if by_kernel else functools.partial(selecting.select_blocks, keys=keys)
     parts = []
     for few, read, shown in selecting.groups(query, inputs, mask, options.get("causal", False)):
-        selection = choose(selecting.sampled(few), read, None if shown is None else selecting.sampled(shown), **options)
+        selection = choose(few, read, shown, **options)
         if read.cache is None:
             read = read.reading(selection)
         else:

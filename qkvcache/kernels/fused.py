@@ -16,7 +16,7 @@ from .launch import Held, Launcher
 from .pages import BLOCK, LEAST_SPLIT, MOST_SPLITS, PagedInputs, PageOptions, Splits
 from .segments import layout_of, planes_of
 from .tables import Tables, tables
-from .triton_attend import attend_kernel
+from .triton_attend import NO_REST, REST, TAKEN, attend_kernel
 from .triton_attend_tiles import attend_tiles_kernel
 from .triton_join import reduce_kernel, rotate_kernel
 from .triton_sum_splits import EXACT_GRAIN, REGION_GRAIN, sum_splits_kernel
@@ -101,7 +101,7 @@ OF_CALL = (
     "softcap", "n_quantized", "least", "blocks", "read", "table_h", "room",
 )  # fmt: skip
 """Arguments of a call that both attention kernels have."""
-OF_ATTEND = "region_query", "items", "weights", "tops", "mask_h", "mask_q", "before", "splits"
+OF_ATTEND = "region_query", "items", "weights", "tops", "scores", "mask_h", "mask_q", "before", "splits", "tokens", "share"
 """Those that `attend_kernel` has besides."""
 OF_REDUCE = "part", "maxima", "sums", "firsts", "sinks", "out", "lse", "splits"
 OF_SUM = "weights", "tops", "lse", "observed", "attention_sums", "slots", "grains", "n_quantized"
@@ -219,6 +219,7 @@ class LaunchPlan:
         exact: whether there are exact tokens, or slots for them.
         items: whether `Splits` divide the rows among programs.
         selected: whether a `Selection` says what is read.
+        kind: of a launch under a budget whose rest is read by upper halves, as of `triton_attend.REST`.
     """
 
     def __init__(
@@ -234,6 +235,7 @@ class LaunchPlan:
         observed: bool,
         items: bool,
         selected: bool,
+        kind: int,
         launch: Launch | None,
     ) -> None:
         use, device = args.use, args.empty.device
@@ -258,7 +260,8 @@ class LaunchPlan:
         fixed = {
             **args.constants, "G": self.groups, "R": self.rows, "T": self.tile, "SOFTCAP": softcap, "MASK": mask, "ARCH": arch,
             "CAUSAL": causal and self.queries > 1, "EXACT": exact, "TURN": use.factor if use.whole is None else 1.0,
-            "ATTENTION_SUMS": self.width, "WIDTH": self.width, "ITEMS": items, "BLOCK": BLOCK if selected else 0, "N": SUM_TOKENS,
+            "ATTENTION_SUMS": self.width, "WIDTH": self.width, "ITEMS": items, "BLOCK": BLOCK if selected else 0, "KIND": kind,
+            "N": SUM_TOKENS,
             "heads": self.heads, "queries": self.queries, "signs": use.signs, "rotation": use.rotation,
             "k_planes": args.planes[0], "v_planes": args.planes[1], "mean_strides": args.means[0],
         }  # fmt: skip
@@ -292,7 +295,14 @@ class Call:
     """
 
     def __init__(
-        self, query: Tensor, mask: Tensor | None, inputs: PagedInputs, options: PageOptions, launch: Launch | None, items: Splits | None
+        self,
+        query: Tensor,
+        mask: Tensor | None,
+        inputs: PagedInputs,
+        options: PageOptions,
+        launch: Launch | None,
+        items: Splits | None,
+        kind: int = NO_REST.value,
     ) -> None:
         self.inputs, self.args, self.items, shape = inputs, Arguments.of(inputs), items, query.shape
         args, (sinks, region, ring) = self.args, inputs.slots
@@ -300,24 +310,24 @@ class Call:
         self.zones = zones = region, sinks, ring
         scaling, softcap = options.get("scaling"), options.get("softcap")
         self.sinks, self.observed = options.get("sinks"), options.get("observed")
-        self.weights, self.tops, self.slots, self.grains = args.empty, args.empty, 0, 0
+        self.weights, self.tops, self.scores, self.slots, self.grains = args.empty, args.empty, args.empty, 0, 0
         self.query = self.region_query = query if query.stride(-1) == 1 else query.contiguous()
         if args.use.whole is not None:
             self.query = query.contiguous()
             self.region_query = _rotate(self.query, args.use.whole, args.use.factor)
-        self.mask, kind = args.empty, "none"
+        self.mask, shown = args.empty, "none"
         self.mask_strides: tuple[int, ...] = (0, 0, 0, 0)
         if mask is not None:
             mask = mask[(None,) * (4 - mask.dim())]
             mask = mask.expand(*shape[:3], sum(zones) if mask.shape[3] == 1 else -1)
-            kind, self.mask_strides = "float", mask.stride()
+            shown, self.mask_strides = "float", mask.stride()
             if mask.dtype == torch.bool:
-                kind, mask = "row" if shape[2] == 1 and not self.mask_strides[1] else "bool", mask.view(torch.uint8)
+                shown, mask = "row" if shape[2] == 1 and not self.mask_strides[1] else "bool", mask.view(torch.uint8)
             self.mask = mask
         self.scaling, self.softcap = float(shape[3] ** -0.5 if scaling is None else scaling), float(softcap or 1.0)
         key = (
-            shape, inputs.ring[0].shape[1], kind, inputs.exact and sinks + ring > 0, options.get("causal", False), softcap is not None,
-            self.sinks is not None, self.observed is not None, items is not None, inputs.selection is not None, launch,
+            shape, inputs.ring[0].shape[1], shown, inputs.exact and sinks + ring > 0, options.get("causal", False), softcap is not None,
+            self.sinks is not None, self.observed is not None, items is not None, inputs.selection is not None, kind, launch,
         )  # fmt: skip
         if key not in args.plans:
             args.plans[key] = LaunchPlan(args, *key)
@@ -342,17 +352,30 @@ class Call:
     def _empty(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
 
-    def attend(self, rest: Call | None = None) -> None:
-        """A launch of `attend_kernel`, or of `attend_tiles_kernel`; and another of the tokens that are read beside these."""
+    def attend(self) -> None:
+        """A launch of `attend_kernel`, or of `attend_tiles_kernel`."""
         splits, least = self._splits()
-        if rest is None:
-            self.allocate(splits)
-        else:
-            more, rest_least = rest._splits()
-            self.allocate(splits + more)
-            rest.splits, rest.outputs = self.splits, self.outputs
-            rest._attend(more, rest_least, splits)
+        self.allocate(splits)
         self._attend(splits, least)
+
+    def attend_rest(self, read: PagedInputs, scores: Tensor | None = None) -> None:
+        """A launch over all tokens by the upper halves of their codes, before `take` for the selection of `read`. It writes `scores`, those of
+        `attend_kernel`, if they are given."""
+        plan, (sinks, few, ring) = self.plan, read.slots
+        splits, least = self._splits()
+        self.few = max(split(few, plan.panels, BLOCK, plan.programs), 1)
+        self.before = self.few + (sinks + ring > 0)  # splits of what is read in full
+        self.after = self.before + splits
+        self.allocate(self.after + self.few)
+        self.scores = self.args.empty if scores is None else scores
+        self._attend(splits, least, self.before)
+
+    def take(self, rest: Call, taken: Call) -> None:
+        """A launch over what is selected in full, beside all tokens by upper halves, `rest`; and one that takes from these what is selected."""
+        for call in (self, taken):
+            call.splits, call.outputs = rest.splits, rest.outputs
+        self._attend(rest.before, LEAST_SPLIT)
+        taken._attend(rest.few, LEAST_SPLIT, rest.after)
 
     def _splits(self) -> tuple[int, int]:
         """Splits of a launch, and the fewest tokens of each."""
@@ -381,11 +404,13 @@ class Call:
         mask_b, mask_h, mask_q, mask_t = self.mask_strides
         call = (
             self.query, self.mask, *self.outputs, table, *self.query.stride()[:3], table_b, mask_b, mask_t, self.scaling, self.softcap,
-            self.inputs.max_length, least, blocks, read, table_h, blocks.shape[-1],
+            self.inputs.max_length, least, blocks, read, table_h,
+            blocks.shape[-1] if selection is not None else -(-self.inputs.max_length // BLOCK),
         )  # fmt: skip
         if not plan.many:
-            items = empty if self.items is None else self.items.items
-            call += self.region_query, items, self.weights, self.tops, mask_h, mask_q, before, self.splits
+            items, budget = empty if self.items is None else self.items.items, self.inputs.budget
+            wanted = (0, 0) if budget is None else (budget.tokens, budget.share)
+            call += self.region_query, items, self.weights, self.tops, self.scores, mask_h, mask_q, before, self.splits, *wanted
         plan.attend((splits, plan.blocks, plan.panels // plan.blocks), *call, held=self.held)
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -433,5 +458,12 @@ def attend_pages(
     one = query.shape[2] == 1 and options.get("observed") is None and inputs.selection is None
     launch = launch or tiled(query, inputs, mask, options)
     call = Call(query, mask, inputs, options, launch, inputs.splits if one else None)
-    call.attend(None if inputs.rest is None else Call(query, mask, inputs.rest, options, None, None))
+    if inputs.rest is None:
+        call.attend()
+        return call.finish()
+    rest = inputs.selection.known  # type: ignore[union-attr]
+    if not isinstance(rest, Call):
+        rest = Call(query, mask, inputs.rest, options, None, None, REST.value)
+        rest.attend_rest(inputs)
+    call.take(rest, Call(query, mask, inputs.coarse, options, None, None, TAKEN.value))
     return call.finish()

@@ -257,15 +257,14 @@ class Selection:
     entries  `[B, H, N]`: the entries of their pages, in the table's dtype
     lengths  int32 `[B, H]`: tokens in these blocks; the last block of a row may have fewer than `BLOCK`. Tokens of the first block that
              come before BEGIN are counted, and not read
-    rest     the other blocks, if they are read by the upper halves of codes; else None
-    logits   fp32 `[B, Hq, Q, N * BLOCK]`: the scores of these tokens under the mask, if whoever chose the blocks knows them
+    known    what the choice computed of all tokens by the upper halves of codes, for the same queries: in torch their scores under the mask,
+             fp32 `[B, Hq, Q, T]`; with a coarse rest, kernels attend to them, and this is the call (`fused.Call`)
     """
 
     blocks: Tensor
     entries: Tensor
     lengths: Tensor
-    rest: Selection | None = None
-    logits: Tensor | None = None
+    known: Any = None
 
     def places(self) -> Tensor:
         """The index of each token in its row's pages, int64 `[B, H, N * BLOCK]`, -1 beyond `lengths`."""
@@ -330,7 +329,7 @@ class PagedInputs:
     budget      of quantized tokens that attention reads (`select_blocks.py`); None: all
     selection   the blocks that it reads, in which case pages have room for `max_length` tokens, and attention for those of the selection
     cache       of blocks, where the pages lie in host memory and there may be more tokens than the budget
-    rest        the inputs `coarse` with the blocks that are read beside these
+    rest        the inputs `coarse`, whose tokens are read but for those of the selection; None: they are not
     exact       whether attention reads sinks and ring
     """
 
@@ -427,11 +426,15 @@ class PagedInputs:
     @property
     def coarse(self) -> PagedInputs:
         """The quantized tokens alone, by the upper halves of their codes, where these are kept apart."""
-        return self.twin(pages=self.pages.coarse, exact=False, launches=self.launches.setdefault("coarse", {}))
+        pages = self.pages
+        if pages.index is not None:
+            pages.index.lengths, pages = pages.lengths, pages.index
+        return self.twin(pages=pages.coarse, exact=False, launches=self.launches.setdefault("coarse", {}))
 
     def reading(self, selection: Selection) -> PagedInputs:
         """These inputs, of which attention reads what is selected."""
-        return self.twin(selection=selection, rest=selection.rest and self.coarse.twin(selection=selection.rest))
+        coarse = self.budget is not None and self.budget.coarse
+        return self.twin(selection=selection, rest=self.coarse if coarse else None)
 
     @property
     def slots(self) -> tuple[int, int, int]:
@@ -512,8 +515,8 @@ def attend_pages(
     """
     batch, query_heads, queries, _ = query.shape
     logits, value = _scored(query, inputs, mask, causal, scaling, softcap)
-    if inputs.rest is not None:  # before all queries
-        more, others = _scored(query, inputs.rest, mask, False, scaling, softcap)
+    if inputs.rest is not None:
+        more, others = _scored_rest(query, inputs, mask, scaling, softcap)
         logits = torch.cat([logits, more], dim=-1)
         shape = *value.shape[:2], logits.shape[3], value.shape[3]
         value = KeysOrValues.of([*value.segments, *others.segments], shape, value.dtype, value.device)
@@ -537,11 +540,25 @@ def _scored(
 ) -> tuple[Tensor, KeysOrValues]:
     """The scores of all slots under the mask, fp32 `[B, Hq, Q, slots]`, and the values."""
     value, places = paged_side(inputs, 1)
-    known = None if inputs.selection is None else inputs.selection.logits
-    if known is not None and known.shape[2] == query.shape[2]:  # else, few of the queries made the choice
-        return known, value
     logits = scores(query, AttentionInputs(paged_side(inputs, 0)[0], value), None, scaling, softcap=softcap)
     return mask_slots(logits, inputs.columns(places), mask, causal), value
+
+
+def _scored_rest(
+    query: Tensor, inputs: PagedInputs, mask: Tensor | None, scaling: float | None, softcap: float | None
+) -> tuple[Tensor, KeysOrValues]:
+    """The scores of all tokens of `inputs.rest`, fp32 `[B, Hq, Q, T]`, -inf for those that are selected, and the values. They are before
+    all queries."""
+    rest, selection = inputs.rest, inputs.selection
+    if isinstance(selection.known, Tensor) and selection.known.shape[2] == query.shape[2]:  # else, few of the queries made the choice
+        logits, (value, places) = selection.known, paged_side(rest, 1)
+    else:
+        logits, value = _scored(query, rest, mask, False, scaling, softcap)
+        places = rest.gather(1)[1]
+    chosen, tokens = selection.places(), value.shape[2]
+    unread = chosen.new_zeros(*chosen.shape[:2], tokens + 1, dtype=torch.bool).scatter_(2, torch.where(chosen < 0, tokens, chosen), True)
+    unread = unread[:, :, :-1] | (rest.columns(places) < 0)
+    return logits.unflatten(1, (chosen.shape[1], -1)).masked_fill(unread[:, :, None, None], -torch.inf).flatten(1, 2), value
 
 
 def mask_slots(logits: Tensor, columns: Tensor, mask: Tensor | None, causal: bool) -> Tensor:

@@ -73,17 +73,17 @@ def select_blocks(
     softcap: float | None = None,
     **others: Any,
 ) -> Selection:
-    """The blocks that queries `[B, Hq, Q, D]` read under `inputs.budget`: one choice for all of them in each KV head.
+    """The blocks that queries `[B, Hq, Q, D]` read under `inputs.budget`: one choice for all of them in each KV head, which `sampled` make.
 
     Args:
         mask: as of `attend_pages`. Tokens that it hides have no weight.
         keys: the first `inputs.max_length` quantized keys of all rows, in order, if the caller has them; else they are gathered.
         others: options of attention that do not change the choice.
     """
-    logits = coarse_logits(query, inputs, mask, keys, scaling, softcap)
+    few, shown = sampled(query), None if mask is None else sampled(mask)
+    logits = coarse_logits(few, inputs, shown, keys, scaling, softcap)
     selection = choose_blocks(block_weights(logits, inputs.ring[0].shape[1]), inputs)
-    if selection.rest is not None:
-        selection.rest.logits = _logits_of(logits, selection.rest)
+    selection.known = logits
     return selection
 
 
@@ -154,28 +154,9 @@ def choose_blocks(weights: Tensor, inputs: PagedInputs) -> Selection:
     order = weights.masked_fill(~exists, -1).argsort(dim=-1, descending=True, stable=True)[..., :room]
     allowed = torch.arange(room, device=weights.device) < read[:, None, None]
     chosen = torch.zeros_like(exists.expand_as(weights)).scatter(-1, order, allowed.expand_as(order))
-    selection = _listed(chosen, room, inputs, end, lengths)
-    if budget.coarse:  # type: ignore[union-attr]
-        selection.rest = _listed(exists & ~chosen, blocks - room, inputs, end, lengths)
-    return selection
-
-
-def _listed(chosen: Tensor, room: int, inputs: PagedInputs, end: Tensor, lengths: Tensor) -> Selection:
-    """The blocks that are `chosen`, bool `[B, H, N]`, at most `room`. `end`: the blocks of each row, `lengths`: its tokens."""
-    heads, blocks = chosen.shape[1:]
-    count = chosen.sum(-1)
-    block = torch.where(chosen, torch.arange(blocks, device=chosen.device), blocks).sort(-1).values[..., :room]
+    count, heads = chosen.sum(-1), chosen.shape[1]
+    listed = torch.where(chosen, block, blocks).sort(-1).values[..., :room]
     missing = chosen.gather(-1, (end - 1).clamp_min(0)[:, None, None].expand(-1, heads, -1))[..., 0] * (end * BLOCK - lengths)[:, None]
-    block = block.clamp_max(max(blocks - 1, 0))
-    entries = inputs.pages.table[:, None].expand(-1, heads, -1).gather(2, block * BLOCK // inputs.pages.page_size)
-    return Selection(block.int(), entries, (count * BLOCK - missing).int())
-
-
-def _logits_of(logits: Tensor, selection: Selection) -> Tensor:
-    """The `logits` `[B, Hq, Q, T]` of the tokens that are selected, -inf where there is none."""
-    batch, query_heads, queries, tokens = logits.shape
-    heads, blocks = selection.blocks.shape[1:]
-    by_block = F.pad(logits, (0, -tokens % BLOCK)).view(batch, heads, -1, logits.shape[3] + -tokens % BLOCK).unflatten(-1, (-1, BLOCK))
-    index = selection.blocks.long()[:, :, None, :, None].expand(-1, -1, by_block.shape[2], -1, BLOCK)
-    found = by_block.gather(3, index).flatten(3).masked_fill(selection.places()[:, :, None] < 0, -torch.inf)
-    return found.view(batch, query_heads, queries, blocks * BLOCK)
+    listed = listed.clamp_max(max(blocks - 1, 0))
+    entries = inputs.pages.table[:, None].expand(-1, heads, -1).gather(2, listed * BLOCK // inputs.pages.page_size)
+    return Selection(listed.int(), entries, (count * BLOCK - missing).int())

@@ -209,9 +209,6 @@ def fetch_blocks(inputs: PagedInputs, selection: Selection) -> PagedInputs:
         lengths.stride(0),
     )  # fmt: skip
     copy((min(room, PROGRAMS), batch * heads, 1), selection.blocks, selection.entries, missing, counts, entries, room)
-    if selection.rest is not None and pages.index is not None:
-        pages.index.lengths = pages.lengths
-        inputs = inputs.twin(pages=pages.index)
     return over_slots(inputs, replace(selection, entries=entries))
 
 

@@ -1,4 +1,5 @@
-"""`select_blocks` in two launches: the weights of blocks from the codes of keys, and the blocks with the largest ones.
+"""`select_blocks` in two launches: the weights of blocks from the codes of keys, or from attention to the upper halves of all codes; and the
+blocks with the largest ones.
 
 Neither waits for the host, nor does work if all tokens fit in the budget, so that a captured step serves any number of tokens."""
 
@@ -13,11 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats.base import PackedLayout
+from . import select_blocks as reference
 from .fused import OF_INPUTS, Arguments, Call, _strides, architecture
 from .launch import Launcher
-from .pages import BLOCK, WHOLE, PagedInputs, PageOptions, Pages, Selection
+from .pages import BLOCK, PagedInputs, PageOptions, Pages, Selection
 from .segments import planes_of
-from .triton_attend import _hides, entry_of, head_of, key_scores, page_of, query_planes, words_of_tile
+from .triton_attend import SCORED, _hides, entry_of, head_of, key_scores, page_of, query_planes, read_of, words_of_tile
 from .triton_math import MASKED_SCORE, exp2, log2
 
 TILE, PROGRAMS = 64, 20
@@ -27,13 +29,6 @@ LEAST_SPLIT = 256
 BITS = 20
 """Leading bits of weights that are compared; of those that are equal in them, the first are read."""
 MASKED_BELOW = tl.constexpr(-1e29)
-
-
-@triton.jit
-def _read_of(stored, tokens, share, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
-    """`AttentionBudget.blocks` of `stored` blocks."""
-    of_share = ((stored.to(tl.int64) * share + WHOLE - 1) // WHOLE).to(tl.int32)
-    return tl.minimum(tl.maximum(tl.cdiv(tokens, BLOCK), of_share), stored)
 
 
 @triton.jit(
@@ -48,7 +43,7 @@ def score_blocks_kernel(
     scaling, softcap, n_sinks, n_quantized, tokens, share, heads, queries, room,
     K: tl.constexpr, D: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr,
     COUNTED: tl.constexpr, K_ONCE: tl.constexpr, k_strides: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
-    ARCH: tl.constexpr, TURN: tl.constexpr, ITEMS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    ARCH: tl.constexpr, TURN: tl.constexpr, ITEMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The log of the summed weights of each block, without the normaliser, to base 2. Grid (splits, blocks of R query rows, B * H), or with
     ITEMS (N, blocks, H) for the N splits of all rows.
@@ -79,7 +74,7 @@ def score_blocks_kernel(
         each = tl.cdiv(tl.cdiv(length, tl.num_programs(0)), T) * T
         low = tl.multiple_of(split * each, T)
         high = tl.minimum(low + each, length)
-    if (_read_of(stored, tokens, share, WHOLE, BLOCK) < stored) & (low >= 0) & (low < high):
+    if (read_of(stored, tokens, share) < stored) & (low >= 0) & (low < high):
         KW: tl.constexpr = D // K.per
         KT: tl.constexpr = words_of_tile(K, D)
         r = block * R + tl.arange(0, R)
@@ -119,34 +114,20 @@ def score_blocks_kernel(
             tl.store(scores + at[:, None] * (G * queries) + r[None, :], sums, mask=(at < end)[:, None] & live[None, :])
 
 
-@triton.jit
-def _list(chosen, entry, count, end, missing, blocks, entries, read, BLOCK: tl.constexpr):
-    """Stores the numbers of the `count` blocks that are `chosen`, bool [N], their entries, and their tokens, of which the block before
-    `end` lacks `missing`."""
-    i = tl.arange(0, chosen.shape[0])
-    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(blocks + place, i, mask=chosen)
-    tl.store(entries + place, entry, mask=chosen)
-    partial = tl.sum((chosen & (i == end - 1)).to(tl.int32), 0)
-    tl.store(read, count * BLOCK - partial * missing)
-
-
 @triton.jit(
     do_not_specialize=[
-        "n_quantized", "tokens", "share", "heads", "queries", "room", "chosen_room", "table_b", "rest_b", "rows_b", "lengths_b",
+        "n_quantized", "tokens", "share", "heads", "queries", "room", "chosen_room", "table_b", "rows_b", "lengths_b",
     ]
 )  # fmt: skip
 def choose_blocks_kernel(
-    scores, table, rest_table, rows, lengths, blocks, entries, read, rest_blocks, rest_entries, rest_read,
-    table_b, rest_b, rows_b, lengths_b, n_quantized, tokens, share, heads, queries, room, chosen_room,
+    scores, table, rows, lengths, blocks, entries, read, table_b, rows_b, lengths_b, n_quantized, tokens, share, heads, queries, room,
+    chosen_room,
     N: tl.constexpr, PAGE: tl.constexpr, COUNTED: tl.constexpr, ARCH: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """The blocks of the largest weights, one program for a row and KV head. Grid (B * H).
 
     scores         of `score_blocks_kernel`; `queries`: rows of queries, G * Q; N: a power of two, at least the blocks of a row
     blocks, entries, read   `pages.Selection`, `chosen_room` blocks
-    rest_blocks, rest_entries, rest_read   the same of the others, `room - chosen_room` blocks, in `rest_table`: rest_b; written with REST
     """
     bh = tl.program_id(0)
     b = (bh // heads).to(tl.int64)
@@ -156,7 +137,7 @@ def choose_blocks_kernel(
         length = tl.load(lengths + b * lengths_b)
     end = tl.cdiv(length, BLOCK)
     stored = tl.maximum(end - first, 0)
-    count = _read_of(stored, tokens, share, WHOLE, BLOCK)
+    count = read_of(stored, tokens, share)
     i = tl.arange(0, N)
     exists = (i >= first) & (i < end)
     chosen = exists
@@ -179,12 +160,11 @@ def choose_blocks_kernel(
         missing = count - tl.sum(above.to(tl.int32), 0)
         chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= missing))
     entry = tl.load(table + b * table_b + i * BLOCK // PAGE, mask=exists, other=0)
-    missing = end * BLOCK - length
-    _list(chosen, entry, count, end, missing, blocks + bh * chosen_room, entries + bh * chosen_room, read + bh, BLOCK)
-    if REST:
-        entry = tl.load(rest_table + b * rest_b + i * BLOCK // PAGE, mask=exists, other=0)
-        others, at = exists & (chosen == 0), bh * (room - chosen_room)
-        _list(others, entry, stored - count, end, missing, rest_blocks + at, rest_entries + at, rest_read + bh, BLOCK)
+    place = bh * chosen_room + tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(blocks + place, i, mask=chosen)
+    tl.store(entries + place, entry, mask=chosen)
+    partial = tl.sum((chosen & (i == end - 1)).to(tl.int32), 0)
+    tl.store(read + bh, count * BLOCK - partial * (end * BLOCK - length))
 
 
 def stages_of(layout: PackedLayout) -> int:
@@ -207,45 +187,48 @@ def _keys(args: Arguments, pages: Pages) -> dict[str, Any]:
 
 
 def select_blocks(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, **options: Unpack[PageOptions]) -> Selection:
-    """Run `select_blocks.select_blocks` on the device."""
-    splits = inputs.splits
-    call = Call(query, mask, inputs, options, None, splits)
-    plan, args, pages, budget = call.plan, call.args, inputs.pages, inputs.budget
-    room, rows = -(-inputs.max_length // BLOCK), plan.groups * plan.queries
-    wanted = budget.tokens, budget.share  # type: ignore[union-attr]
-    chosen = budget.blocks(room)  # type: ignore[union-attr]
-    arch, processors = architecture(query.device)
-    panels, small = plan.batch * plan.heads, 8 if rows <= 8 and (arch or query.device.type == "cpu") else 16
-    row_blocks = -(-rows // small)
-    parts = min(max(processors * PROGRAMS // (panels * row_blocks), 1), -(-inputs.max_length // LEAST_SPLIT))
-    scores = torch.empty(panels * room * rows, dtype=torch.float32, device=query.device)
-    selection = _selection(plan.batch, plan.heads, chosen, pages.table)
-    if budget.coarse:  # type: ignore[union-attr]
-        selection.rest = _selection(plan.batch, plan.heads, room - chosen, pages.table)
-    table, score = (pages.index or pages).table, plan.score
-    if score is None:
-        sizes = {"R": small, "T": TILE, "BLOCK": BLOCK, "WHOLE": WHOLE, "num_warps": 1}
-        score = plan.score = Launcher(score_blocks_kernel, query.device, OF_SCORES, OF_INPUTS, **plan.fixed | _keys(args, pages) | sizes)
-    score(
-        (parts, row_blocks, panels) if splits is None else (len(splits.items), row_blocks, plan.heads), call.region_query,
-        args.empty if splits is None else splits.items, call.mask, scores, table, *call.query.stride()[:3], table.stride(0),
-        *call.mask_strides, call.scaling, call.softcap, inputs.max_length, *wanted, room, held=call.held,
-    )  # fmt: skip
-    coarse, counted = selection.rest is not None, args.constants["COUNTED"]
-    choose = _choosing(query.device, max(triton.next_power_of_2(room), 32), pages.page_size, counted, arch, coarse)
-    written = (x for each in (selection, selection.rest or selection) for x in (each.blocks, each.entries, each.lengths))
+    """Run `select_blocks.select_blocks` on the device. Where the rest is read by upper halves, that launch scores the blocks, too."""
+    pages, budget, room, device = inputs.pages, inputs.budget, -(-inputs.max_length // BLOCK), query.device
+    heads, chosen, arch = inputs.ring[0].shape[1], budget.blocks(room), architecture(device)[0]  # type: ignore[union-attr]
+    shape, rows = (len(query), heads, chosen), query.shape[1] // heads * min(query.shape[2], reference.SAMPLED)
+    scores = torch.empty(len(query) * heads * room * rows, dtype=torch.float32, device=device)
+    numbers = torch.empty(shape, dtype=torch.int32, device=device), torch.empty(shape, dtype=pages.table.dtype, device=device)
+    selection = Selection(*numbers, torch.empty(shape[:2], dtype=torch.int32, device=device))
+    if budget.coarse and query.shape[2] <= reference.SAMPLED:  # type: ignore[union-attr]
+        call = selection.known = Call(query, mask, inputs.coarse, options, None, None, SCORED.value)
+        call.attend_rest(inputs.reading(selection), scores)
+    else:
+        call = _score(reference.sampled(query), inputs, None if mask is None else reference.sampled(mask), options, scores, rows)
+    choose = _choosing(device, max(triton.next_power_of_2(room), 32), pages.page_size, inputs.rows is not None, arch)
     choose(
-        (panels, 1, 1), scores, pages.table, table, *written, call.strides[0], table.stride(0), inputs.max_length, *wanted, plan.heads,
-        rows, room, chosen, held=call.held,
+        (len(query) * heads, 1, 1), scores, pages.table, *numbers, selection.lengths, pages.table.stride(0), inputs.max_length,
+        budget.tokens, budget.share, heads, rows, room, chosen, held=call.held,  # type: ignore[union-attr]
     )  # fmt: skip
     return selection
 
 
-def _selection(batch: int, heads: int, blocks: int, table: Tensor) -> Selection:
-    """Room for up to so many blocks, which a kernel writes."""
-    shape, device = (batch, heads, blocks), table.device
-    numbers = torch.empty(shape, dtype=torch.int32, device=device), torch.empty(shape, dtype=table.dtype, device=device)
-    return Selection(*numbers, torch.empty(batch, heads, dtype=torch.int32, device=device))
+def _score(query: Tensor, inputs: PagedInputs, mask: Tensor | None, options: PageOptions, scores: Tensor, rows: int) -> Call:
+    """A launch of `score_blocks_kernel`."""
+    splits, budget = inputs.splits, inputs.budget
+    call = Call(query, mask, inputs, options, None, splits)
+    plan, args, table = call.plan, call.args, (inputs.pages.index or inputs.pages).table
+    arch, processors = architecture(query.device)
+    panels, small = plan.batch * plan.heads, 8 if rows <= 8 and (arch or query.device.type == "cpu") else 16
+    row_blocks = -(-rows // small)
+    parts = min(max(processors * PROGRAMS // (panels * row_blocks), 1), -(-inputs.max_length // LEAST_SPLIT))
+    score = plan.score
+    if score is None:
+        sizes = {"R": small, "T": TILE, "BLOCK": BLOCK, "num_warps": 1}
+        score = plan.score = Launcher(
+            score_blocks_kernel, query.device, OF_SCORES, OF_INPUTS, **plan.fixed | _keys(args, inputs.pages) | sizes
+        )
+    score(
+        (parts, row_blocks, panels) if splits is None else (len(splits.items), row_blocks, plan.heads), call.region_query,
+        args.empty if splits is None else splits.items, call.mask, scores, table, *call.query.stride()[:3], table.stride(0),
+        *call.mask_strides, call.scaling, call.softcap, inputs.max_length, budget.tokens, budget.share,  # type: ignore[union-attr]
+        -(-inputs.max_length // BLOCK), held=call.held,
+    )  # fmt: skip
+    return call
 
 
 OF_SCORES = (
@@ -253,14 +236,12 @@ OF_SCORES = (
     "scaling", "softcap", "n_quantized", "tokens", "share", "room",
 )  # fmt: skip
 OF_CHOICE = (
-    "scores", "table", "rest_table", "blocks", "entries", "read", "rest_blocks", "rest_entries", "rest_read", "table_b", "rest_b",
-    "n_quantized", "tokens", "share", "heads", "queries", "room", "chosen_room",
+    "scores", "table", "blocks", "entries", "read", "table_b", "n_quantized", "tokens", "share", "heads", "queries", "room", "chosen_room",
 )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=64)
-def _choosing(device: torch.device, blocks: int, page_size: int, counted: bool, arch: int, coarse: bool) -> Launcher:
+def _choosing(device: torch.device, blocks: int, page_size: int, counted: bool, arch: int) -> Launcher:
     """Launches of `choose_blocks_kernel` for up to `blocks` blocks."""
-    constants = {"N": blocks, "PAGE": page_size, "COUNTED": counted, "ARCH": arch, "BITS": BITS, "BLOCK": BLOCK, "WHOLE": WHOLE}
-    constants |= {"REST": coarse}
+    constants = {"N": blocks, "PAGE": page_size, "COUNTED": counted, "ARCH": arch, "BITS": BITS, "BLOCK": BLOCK}
     return Launcher(choose_blocks_kernel, device, OF_CHOICE, OF_INPUTS, **constants, num_warps=min(max(blocks // 256, 4), 32))
