@@ -5,9 +5,9 @@
     python eval/bench_attention_budget.py --markdown   the table of the documentation, from the rows: needs no GPU
 
 *steps*: rows of one length; *coarse*: the rest read by upper halves; *batches*: requests of continuous batching, of
-different lengths; *turns*: several new tokens. Attention of one layer, 32 query heads and 8 KV heads of 128 channels, in GPU time by replays of a CUDA graph:
-*scores* the kernel that weighs blocks, *choice* the one that chooses them, *whole* both and attention over what they
-choose. `eval/bench_generate.py --sections budget` measures steps of a whole model.
+different lengths; *turns*: several new tokens. Attention of one layer, 32 query heads and 8 KV heads of 128 channels,
+in GPU time by replays of a CUDA graph: *scores* the kernel that weighs blocks, *choice* the one that chooses them,
+*whole* both and attention over what they choose. `eval/bench_generate.py --sections budget` measures steps of a whole model.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def coarse(name: str, rows: int, tokens: int, budget: int) -> dict[str, float]:
     query, sets = bf16(rows, HEADS, 1, DIM), [one.paged for one in payloads(name, rows, KV_HEADS, tokens, DIM)]
     few = [replace(one, budget=AttentionBudget(budget, coarse=True), launches=one.launches) for one in sets]
     with mock.patch.object(select_blocks, "LEAST_SKIPPED", 0):
-        return {way: graph_us([functools.partial(attend_pages, query, one) for one in x]) for way, x in (("all_us", sets), ("whole_us", few))}
+        us = [graph_us([functools.partial(attend_pages, query, one) for one in each]) for each in (sets, few)]
+    return {"all_us": us[0], "whole_us": us[1]}
 
 
 def chain(name: str, rows: int, tokens: int, budget: int, shortest: int | None = None) -> dict[str, float]:
@@ -123,7 +124,8 @@ def run(args: Namespace) -> None:
     batches = [(rows, longest, shortest, 1, FORMATS[0], budget) for rows, shortest, longest in BATCHES for budget in BUDGETS]
     halves = [(rows, tokens, None, 1, HALVES, budget) for rows, tokens in CASES for budget in BUDGETS]
     turns = [(8, tokens, None, queries, FORMATS[0], BUDGETS[0]) for tokens in (131072, 32768) for queries in (16, 64, 256)]
-    cases = alike * ("steps" in args.sections) + halves * ("coarse" in args.sections) + batches * ("batches" in args.sections) + turns * ("turns" in args.sections)
+    of = {"steps": alike, "coarse": halves, "batches": batches, "turns": turns}
+    cases = [case for section in SECTIONS if section in args.sections for case in of[section]]
     for rows, tokens, shortest, queries, name, budget in in_time(cases, args.minutes):
         if code_bytes(name, rows, KV_HEADS, tokens, DIM) > 2**33 and shortest is None:
             continue

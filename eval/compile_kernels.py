@@ -46,7 +46,7 @@ from qkvcache.kernels import (  # noqa: E402
     triton_sum_attention,
 )
 from qkvcache.kernels.fused import EXACT_TILE, SUM_TOKENS, TILES, launched  # noqa: E402
-from qkvcache.kernels.pages import BLOCK, GATHER_TILE, WHOLE  # noqa: E402
+from qkvcache.kernels.pages import BLOCK, GATHER_TILE  # noqa: E402
 from qkvcache.kernels.triton_attend import SCORED, attend_kernel  # noqa: E402
 from qkvcache.kernels.triton_attend_tiles import attend_tiles_kernel  # noqa: E402
 from qkvcache.kernels.triton_join import reduce_kernel, rotate_kernel  # noqa: E402

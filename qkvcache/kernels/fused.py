@@ -359,8 +359,8 @@ class Call:
         self._attend(splits, least)
 
     def attend_rest(self, read: PagedInputs, scores: Tensor | None = None) -> None:
-        """A launch over all tokens by the upper halves of their codes, before `take` for the selection of `read`. It writes `scores`, those of
-        `attend_kernel`, if they are given."""
+        """A launch over all tokens by the upper halves of their codes, before `take` over `read`. It writes `scores` of blocks, if they are
+        given."""
         plan, (sinks, few, ring) = self.plan, read.slots
         splits, least = self._splits()
         self.few = max(split(few, plan.panels, BLOCK, plan.programs), 1)
@@ -371,7 +371,7 @@ class Call:
         self._attend(splits, least, self.before)
 
     def take(self, rest: Call, taken: Call) -> None:
-        """A launch over what is selected in full, beside all tokens by upper halves, `rest`; and one that takes from these what is selected."""
+        """A launch over what is selected in full, and one, `taken`, that takes it away from all tokens by upper halves, `rest`."""
         for call in (self, taken):
             call.splits, call.outputs = rest.splits, rest.outputs
         self._attend(rest.before, LEAST_SPLIT)

@@ -257,8 +257,8 @@ class Selection:
     entries  `[B, H, N]`: the entries of their pages, in the table's dtype
     lengths  int32 `[B, H]`: tokens in these blocks; the last block of a row may have fewer than `BLOCK`. Tokens of the first block that
              come before BEGIN are counted, and not read
-    known    what the choice computed of all tokens by the upper halves of codes, for the same queries: in torch their scores under the mask,
-             fp32 `[B, Hq, Q, T]`; with a coarse rest, kernels attend to them, and this is the call (`fused.Call`)
+    known    what whoever chose the blocks computed of all tokens by the upper halves of codes: in torch, their scores under the mask, fp32
+             `[B, Hq, Q, T]`; in kernels with a coarse rest, attention to them (`fused.Call`)
     """
 
     blocks: Tensor
@@ -516,7 +516,7 @@ def attend_pages(
     batch, query_heads, queries, _ = query.shape
     logits, value = _scored(query, inputs, mask, causal, scaling, softcap)
     if inputs.rest is not None:
-        more, others = _scored_rest(query, inputs, mask, scaling, softcap)
+        more, others = _scored_rest(query, inputs.rest, inputs.selection, mask, scaling, softcap)  # type: ignore[arg-type]
         logits = torch.cat([logits, more], dim=-1)
         shape = *value.shape[:2], logits.shape[3], value.shape[3]
         value = KeysOrValues.of([*value.segments, *others.segments], shape, value.dtype, value.device)
@@ -545,11 +545,10 @@ def _scored(
 
 
 def _scored_rest(
-    query: Tensor, inputs: PagedInputs, mask: Tensor | None, scaling: float | None, softcap: float | None
+    query: Tensor, rest: PagedInputs, selection: Selection, mask: Tensor | None, scaling: float | None, softcap: float | None
 ) -> tuple[Tensor, KeysOrValues]:
-    """The scores of all tokens of `inputs.rest`, fp32 `[B, Hq, Q, T]`, -inf for those that are selected, and the values. They are before
-    all queries."""
-    rest, selection = inputs.rest, inputs.selection
+    """The scores of the tokens of `rest`, fp32 `[B, Hq, Q, T]`, -inf for those that are selected, and the values. They are before all
+    queries."""
     if isinstance(selection.known, Tensor) and selection.known.shape[2] == query.shape[2]:  # else, few of the queries made the choice
         logits, (value, places) = selection.known, paged_side(rest, 1)
     else:

@@ -682,7 +682,7 @@ def attend_kernel(
             k_mean += b * mean_strides[0] + h * mean_strides[1]
         q = query_planes(K, KW, KT, D, G, TURN, ARCH, SOFTCAP, region_query, q_rows, live, rotation, signs, k_mean, scaling)
         state = _empty_state(m, V, VW, VT, T)
-        of_rows = scores + bh.to(tl.int64) * room * (G * queries) + r, G * queries, live
+        block_scores = scores + bh.to(tl.int64) * room * (G * queries) + r, G * queries, live
         hides = BLOCK > 0
         if MASK == "row" and not BLOCK:
             hides = _hides(mask, shift + tl.maximum(low, first_token), shift + high, mask_t)
@@ -704,8 +704,8 @@ def attend_kernel(
             same = tl.multiple_of(at % 32, 32)  # 0: else shifts would leave the loop, and be moved between threads in each iteration
             state = _region_tile(
                 K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, KIND, state, q, (k_codes, k_high, k_shifts + same),
-                k_scales, (v_codes, v_high, v_shifts + same), v_scales, t >= 0, visible, hides, shift + token + t, weights, tops, of_rows, at,
-                T,
+                k_scales, (v_codes, v_high, v_shifts + same), v_scales, t >= 0, visible, hides, shift + token + t, weights, tops,
+                block_scores, at, T,
             )  # fmt: skip
         for edge in tl.range(0, 2, num_stages=1):  # the tile before them, of which the first tokens do not count, and the one behind
             at = tl.where(edge == 0, whole_low - T, whole_high)
@@ -717,7 +717,7 @@ def attend_kernel(
                 state = _region_tile(
                     K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, KIND, state, q, (k_codes, k_high, k_shifts),
                     k_scales, (v_codes, v_high, v_shifts), v_scales, (place >= first_token) & (place < high), visible, hides,
-                    shift + token - at + tl.minimum(tl.maximum(place, first_token), high - 1), weights, tops, of_rows, at,
+                    shift + token - at + tl.minimum(tl.maximum(place, first_token), high - 1), weights, tops, block_scores, at,
                     tl.minimum(high - at, T),
                 )  # fmt: skip
         m, l = _store_region(out, state, live, V, DV, VW, VT, -1 if KIND == TAKEN else 1)

@@ -1,5 +1,5 @@
-"""`select_blocks` in two launches: the weights of blocks from the codes of keys, or from attention to the upper halves of all codes; and the
-blocks with the largest ones.
+"""`select_blocks` in two launches: the weights of blocks, from the codes of keys or from attention to the upper halves of all codes, and
+the blocks with the largest ones.
 
 Neither waits for the host, nor does work if all tokens fit in the budget, so that a captured step serves any number of tokens."""
 
