@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..options import MODEL, budget_of, bytes_of, examples, model_of, refusals
+from ..options import MODEL, AttentionRest, budget_of, bytes_of, examples, model_of, refusals
 
 app = typer.Typer()
 
@@ -27,6 +27,7 @@ def serve(
     attention_budget: Annotated[
         float | None, typer.Option(help="Quantized tokens of a request that a step reads: a number from 1 on, or a share such as 0.125.")
     ] = None,
+    attention_rest: AttentionRest = "drop",
     metrics_interval: Annotated[float, typer.Option(help="Seconds between two lines of metrics; 0 prints none.", min=0)] = 10.0,
     store: Annotated[
         Path | None, typer.Option(help="Folder in which pages of conversations survive the server; others may share it.")
@@ -46,7 +47,7 @@ def serve(
         from ..batching.server import Server
 
         cache = {"format": format, "num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
-        cache |= {"attention_budget": budget_of(attention_budget, "--attention-budget")}
+        cache |= {"attention_budget": budget_of(attention_budget, "--attention-budget"), "attention_rest": attention_rest}
         size = int(bytes_of(store_bytes, "--store-bytes") or 0)
         stored: dict[str, Any] = {"store": store, "store_bytes": size}
         server = Server(model, cache, metrics_interval=metrics_interval, grace_seconds=grace_seconds, **stored, **options)

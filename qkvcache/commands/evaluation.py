@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.table import Table
@@ -14,6 +14,7 @@ from rich.table import Table
 from ..options import (
     MODEL,
     AttentionBudget,
+    AttentionRest,
     Budget,
     Device,
     JsonOption,
@@ -58,6 +59,10 @@ def bench(
     policy: Annotated[str | None, typer.Option(help="Eviction policy of every cache but the dense one: h2o, keydiff and others.")] = None,
     budget: Budget = None,
     attention_budget: AttentionBudget = None,
+    attention_rest: AttentionRest = "drop",
+    offload_pages: Annotated[
+        bool, typer.Option("--offload-pages", help="With an attention budget, quantized tokens lie in host memory.")
+    ] = False,
     tokens: Annotated[int, typer.Option(help="Tokens of the prompt.", min=2)] = 2000,
     batch: Annotated[int, typer.Option(help="Prompts that run together.", min=1)] = 1,
     new_tokens: Annotated[int, typer.Option(help="Tokens that are generated.", min=8)] = 32,
@@ -81,7 +86,8 @@ def bench(
     names = [name for name in REGISTRY if name != "identity"] if formats == "all" else formats.split(",")
     longest = tokens + new_tokens if preallocate else None
     with refusals():
-        specs = [CacheSpec(cache=name, policy=policy, budget=size, max_length=longest, attention_budget=read) for name in names]
+        reading: dict[str, Any] = {"attention_budget": read, "attention_rest": attention_rest, "offload_pages": offload_pages}
+        specs = [CacheSpec(cache=name, policy=policy, budget=size, max_length=longest, **reading) for name in names]
         quiet()
         network, tokenizer = models.load(path, computes_in, on)
         ids = tokenizer(demo.text(), verbose=False)["input_ids"]

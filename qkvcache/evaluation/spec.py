@@ -9,12 +9,14 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from .. import formats, policies
 from ..caches import CompressedCache
+from ..caches.arguments import budget_of
 from ..policies import check_count
 
 DENSE = "dynamic"
 OF_POLICY = ("budget", "recent", "head_profile")
 """Options that need a policy."""
-OF_ANY = ("residual_length", "max_length", "attention_budget")
+OF_READING = ("attention_budget", "attention_rest", "offload_pages")
+OF_ANY = ("residual_length", "max_length", *OF_READING)
 """Options that CompressedCache takes under the same names."""
 
 
@@ -31,7 +33,7 @@ class CacheSpec:
         recent: as the policy takes it; None: its default.
         head_profile: the path of a profile of the model (`qkvcache profile-heads`), which divides the budget among heads.
         num_sink_tokens: first tokens that stay in the model's dtype and that the policy retains; None: 4, and the policy's default.
-        residual_length, max_length, attention_budget: as CompressedCache takes them.
+        residual_length, max_length, attention_budget, attention_rest, offload_pages: as CompressedCache takes them.
 
     Raises:
         ValueError: an unknown name, sizes that contradict each other, options that a DynamicCache does not have.
@@ -47,6 +49,8 @@ class CacheSpec:
     residual_length: int = 64
     max_length: int | None = None
     attention_budget: int | float | Literal["auto"] | None = None
+    attention_rest: Literal["drop", "coarse"] = "drop"
+    offload_pages: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.cache, str):
@@ -57,7 +61,8 @@ class CacheSpec:
         check_count("num_sink_tokens", self._exact)
         check_count("residual_length", self.residual_length)
         ours = [name for name in ("policy", "max_length", "num_sink_tokens", "attention_budget") if getattr(self, name) is not None]
-        ours += ["residual_length"] * (self.residual_length != 64)
+        ours += ["residual_length"] * (self.residual_length != 64) + ["offload_pages"] * self.offload_pages
+        budget_of(self.attention_budget, self.attention_rest)
         if not self.dense:
             formats.resolve(self.cache)
         elif ours:
@@ -85,12 +90,14 @@ class CacheSpec:
     def options(self) -> dict:
         """The options that apply to this cache."""
         of_cache = {name: getattr(self, name) for name in ("cache", "policy", *OF_POLICY, "attention_budget")}
+        of_cache |= {} if self.attention_budget is None else {name: getattr(self, name) for name in OF_READING}
         return of_cache | ({} if self.dense else {"num_sink_tokens": self._exact, "residual_length": self.residual_length})
 
     @property
     def name(self) -> str:
         if self.policy is None:
-            return self.cache if self.attention_budget is None else f"{self.cache} reading {_amount(self.attention_budget)}"
+            rest = " and the rest by halves" * (self.attention_rest == "coarse") + ", pages on the host" * self.offload_pages
+            return self.cache if self.attention_budget is None else f"{self.cache} reading {_amount(self.attention_budget)}{rest}"
         budget = "" if self.budget is None else f" {_amount(self.budget)}"
         return f"{self.cache} + {self.policy}{budget}" + (" by head" if self.head_profile else "")
 
