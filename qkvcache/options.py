@@ -26,6 +26,7 @@ AttentionBudget = Annotated[
 AttentionRest = Annotated[
     str, typer.Option(help="What a query does not read in full: 'drop', or 'coarse', which reads it by the upper halves of 4-bit codes.")
 ]
+OffloadPages = Annotated[bool, typer.Option("--offload-pages", help="With an attention budget, quantized tokens lie in host memory.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: a GPU if there is one.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]
 

@@ -18,6 +18,7 @@ from ..options import (
     Budget,
     Device,
     JsonOption,
+    OffloadPages,
     WithFormats,
     budget_of,
     device_of,
@@ -60,9 +61,7 @@ def bench(
     budget: Budget = None,
     attention_budget: AttentionBudget = None,
     attention_rest: AttentionRest = "drop",
-    offload_pages: Annotated[
-        bool, typer.Option("--offload-pages", help="With an attention budget, quantized tokens lie in host memory.")
-    ] = False,
+    offload_pages: OffloadPages = False,
     tokens: Annotated[int, typer.Option(help="Tokens of the prompt.", min=2)] = 2000,
     batch: Annotated[int, typer.Option(help="Prompts that run together.", min=1)] = 1,
     new_tokens: Annotated[int, typer.Option(help="Tokens that are generated.", min=8)] = 32,

@@ -8,7 +8,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Column, Table
 
-from ..options import MODEL, Budget, JsonOption, budget_of, bytes_of, dtype_of, examples, model_of, output, refusals
+from ..options import (
+    MODEL,
+    AttentionBudget,
+    AttentionRest,
+    Budget,
+    JsonOption,
+    OffloadPages,
+    budget_of,
+    bytes_of,
+    dtype_of,
+    examples,
+    model_of,
+    output,
+    refusals,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -63,6 +77,9 @@ def plan(
     num_sink_tokens: Annotated[int, typer.Option(help="First tokens that stay in the model's dtype.", min=0)] = 4,
     residual_length: Annotated[int, typer.Option(help="Last tokens that stay in the model's dtype.", min=0)] = 64,
     max_length: Annotated[int | None, typer.Option(help="Tokens for which storage is allocated at once. Default: the cache grows.")] = None,
+    attention_budget: AttentionBudget = None,
+    attention_rest: AttentionRest = "drop",
+    offload_pages: OffloadPages = False,
     json_output: JsonOption = False,
 ) -> None:
     """Show the bytes of a cache, how many requests fit beside the weights, and the longest context."""
@@ -72,7 +89,8 @@ def plan(
         "policy": _policy(policy, budget), "context": context, "batch": batch, "requests": _mix(requests),
         "gpu_memory": bytes_of(gpu_memory, "--gpu-memory"), "weights_memory": bytes_of(weights_memory, "--weights-memory"),
         "tensor_parallel": tensor_parallel, "dtype": dtype and dtype_of(dtype), "num_sink_tokens": num_sink_tokens,
-        "residual_length": residual_length, "max_length": max_length,
+        "residual_length": residual_length, "max_length": max_length, "attention_rest": attention_rest, "offload_pages": offload_pages,
+        "attention_budget": budget_of(attention_budget, "--attention-budget"),
     }  # fmt: skip
     config = _config(model)
     with refusals():
@@ -179,6 +197,8 @@ def _parts(plan: Plan) -> Table:
     for name in ("codes", "scales", "exact", "bookkeeping"):
         grid.add_row(name, f"{getattr(plan.request, name) / 1e6:,.2f}")
     grid.add_row("all", f"{plan.bytes_per_request / 1e6:,.2f}")
+    if plan.host:
+        grid.add_row("on the host", f"{plan.host / 1e6:,.2f}")
     return grid
 
 

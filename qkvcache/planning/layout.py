@@ -18,9 +18,9 @@ def kind(layer: object) -> tuple:
     return type(layer), id(getattr(layer, "policy", None)), *(getattr(layer, name, None) for name in of)
 
 
-def layer_bytes(layer: object, shape: Shape, dtype: torch.dtype, seq_length: int, prompt: int, rows: int = 1) -> dict[str, int]:
+def layer_bytes(layer: object, shape: Shape, dtype: torch.dtype, seq_length: int, prompt: int, rows: int = 1) -> tuple[dict[str, int], int]:
     """Bytes by role of `layer` in a model of `dtype`, for `rows` requests of `seq_length` tokens without padding, of
-    which `prompt` came at once.
+    which `prompt` came at once; and those that lie in host memory.
 
     A sliding layer is counted after the step that follows the prompt, since transformers keeps the whole prompt until
     then. A preallocated layer has the same size from its first token on.
@@ -33,7 +33,7 @@ def layer_bytes(layer: object, shape: Shape, dtype: torch.dtype, seq_length: int
             storage.to_static()
         else:
             storage.simulate(prompt, seq_length, shape.query_heads)
-        return bytes_by_role(storage.tensors())
+        return bytes_by_role(storage.tensors()), storage.tokens.pool.nbytes if layer.offload_pages else 0
     token = rows * 2 * shape.heads * shape.head_dim * dtype.itemsize
     exact = 0
     if hasattr(layer, "conv_states"):
@@ -42,4 +42,4 @@ def layer_bytes(layer: object, shape: Shape, dtype: torch.dtype, seq_length: int
         exact += token * min(seq_length, getattr(layer, "sliding_window", seq_length))
     if isinstance(layer, StockStaticLayer):
         exact += token * layer.max_cache_len
-    return {"exact": exact}
+    return {"exact": exact}, 0

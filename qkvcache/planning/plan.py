@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, StaticCache
@@ -35,6 +36,7 @@ class Plan:
     """The bytes of `batch` requests of `context` tokens, summed over all GPUs.
 
     request: bytes of one request, as `cache.memory()` counts them.
+    host: those of them that `offload_pages` keeps in host memory.
     dense: bytes of one request in a DynamicCache.
     requests: the number of requests that fit into `gpu_memory` beside `weights_memory`; None without `gpu_memory`.
     longest_context: the most tokens that each of `batch` requests can have; None without `gpu_memory`, and if the cache
@@ -60,6 +62,7 @@ class Plan:
     unbounded: bool
     notes: tuple[str, ...]
     at_most: bool = False
+    host: int = 0
     batching: BatchingPlan | None = None
 
     @property
@@ -74,7 +77,7 @@ class Plan:
     @property
     def bytes_per_gpu(self) -> int:
         """Bytes of the whole batch on each GPU."""
-        return self.bytes_per_request * self.batch // self.tensor_parallel
+        return (self.bytes_per_request - self.host) * self.batch // self.tensor_parallel
 
     @property
     def ratio(self) -> float:
@@ -101,7 +104,7 @@ class Plan:
             words[0] += f", {self.bytes_per_request / self.dense:.2f}x more than {in_words(self.dense)} dense"
         elif self.format is not None or self.policy is not None:
             words[0] += f", {self.ratio:.2f}x less than {in_words(self.dense)} dense"
-        words[0] += "."
+        words[0] += f"; {in_words(self.host)} of it in host memory." if self.host else "."
         if self.gpu_memory is not None and self.weights_memory is not None:
             gpus = f"{self.tensor_parallel} x {in_words(self.gpu_memory)}" if self.tensor_parallel > 1 else in_words(self.gpu_memory)
             words.append(f"{gpus} less {in_words(self.weights_memory)} of weights hold {self.requests:,} such requests")
@@ -139,6 +142,9 @@ def plan(
     residual_length: int = 64,
     skip_layers: Iterable[int] = (),
     max_length: int | None = None,
+    attention_budget: int | float | Literal["auto"] | None = None,
+    attention_rest: Literal["drop", "coarse"] = "drop",
+    offload_pages: bool = False,
 ) -> Plan:
     """Returns the bytes that a `CompressedCache` with these options will take, as `cache.nbytes` measures them, for
     requests without padding. With `AdaKV` they are an upper bound.
@@ -147,8 +153,9 @@ def plan(
         plan(config, format="turboquant_4bit_nc", requests=[(3, 1_000, 200), (1, 16_000, 500)], gpu_memory=80e9)
 
     Args:
-        format, policy, num_sink_tokens, residual_length, skip_layers: as CompressedCache takes them. Without format and
-            policy, the plan is for a DynamicCache, or with `max_length` for a StaticCache.
+        format, policy, num_sink_tokens, residual_length, skip_layers, attention_budget, attention_rest, offload_pages: as
+            CompressedCache takes them. Without format and policy, the plan is for a DynamicCache, or with `max_length`
+            for a StaticCache. With `offload_pages`, `gpu_memory` must hold what is not in host memory.
         context: tokens of a request, prompt and answer together. None: those of the longest of `requests`.
         prompt: tokens of the context that are read at once; None: all. Pages for later tokens are added as the cache
             grows, up to an eighth more than needed.
@@ -194,37 +201,46 @@ def plan(
     text = text_config(config)
     dtype = model_dtype(config, dtype)
     layers = shapes(config, dtype.itemsize, tensor_parallel)
-    zones = {"num_sink_tokens": num_sink_tokens, "residual_length": residual_length, "skip_layers": layer_indices(skip_layers)}
+    options: dict[str, Any] = {
+        "num_sink_tokens": num_sink_tokens, "residual_length": residual_length, "skip_layers": layer_indices(skip_layers),
+        "attention_budget": attention_budget, "attention_rest": attention_rest, "offload_pages": offload_pages,
+    }  # fmt: skip
+    if format is None and attention_budget is not None:
+        raise ValueError(f"attention_budget={attention_budget} without a format: pass one, such as format='turboquant_4bit_nc'")
 
     def made(max_length: int | None) -> DynamicCache | StaticCache:
         if format is None and policy is None:
             return DynamicCache(config=config) if max_length is None else StaticCache(config, max_length)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "nothing will be compressed": the ratio shows it
-            return CompressedCache(config, format=format, policy=policy, max_length=max_length, **zones)  # type: ignore[arg-type]
+            return CompressedCache(config, format=format, policy=policy, max_length=max_length, **options)
 
-    def bytes_of(cache: Cache, context: int, rows: int) -> Counter[str]:
-        """Bytes by role of `rows` requests of `context` tokens on all GPUs."""
+    def bytes_of(cache: Cache, context: int, rows: int) -> tuple[Counter[str], int]:
+        """Bytes by role of `rows` requests of `context` tokens on all GPUs, and those of them in host memory."""
         at_once = context if prompt is None else min(prompt, context)
         alike = Counter((kind(layer), shape) for layer, shape in zip(cache.layers, layers, strict=True))
         one = {kind(layer): layer for layer in cache.layers}
         sizes: Counter[str] = Counter()
+        host = 0
         for (of, shape), count in alike.items():
-            for role, size in layer_bytes(one[of], shape, dtype, context, at_once, rows).items():
-                sizes[role] += size * count * tensor_parallel
-        return sizes
+            by_role, outside = layer_bytes(one[of], shape, dtype, context, at_once, rows)
+            sizes.update({role: size * count * tensor_parallel for role, size in by_role.items()})
+            host += outside * count * tensor_parallel
+        return sizes, host
 
     cache = made(max_length)
     used = cache.policy if isinstance(cache, CompressedCache) else None
-    request = Bytes(**{role: size // batch for role, size in bytes_of(cache, context, batch).items()})
+    sizes, host = bytes_of(cache, context, batch)
+    request = Bytes(**{role: size // batch for role, size in sizes.items()})
     fitting = longest = batching = None
     if gpu_memory is not None:
         weights_memory = weights_bytes(config, dtype) if weights_memory is None else weights_memory
         free = _free(gpu_memory, weights_memory, tensor_parallel)
-        fitting = int(free // request.total)
+        fitting = int(free // (request.total - host // batch))
 
         def too_long(tokens: int) -> bool:
-            return bytes_of(made(tokens) if max_length else cache, tokens, batch).total() > free
+            sizes, host = bytes_of(made(tokens) if max_length else cache, tokens, batch)
+            return sizes.total() - host > free
 
         longest = bisect_left(range(1, FURTHEST + 1), True, key=too_long)
         if requests is not None:
@@ -242,7 +258,7 @@ def plan(
         batch=batch,
         tensor_parallel=tensor_parallel,
         request=request,
-        dense=bytes_of(DynamicCache(config=config), context, 1).total(),
+        dense=bytes_of(DynamicCache(config=config), context, 1)[0].total(),
         gpu_memory=gpu_memory,
         weights_memory=None if gpu_memory is None else weights_memory,
         requests=fitting,
@@ -250,6 +266,7 @@ def plan(
         unbounded=unbounded,
         notes=_notes(config, context),
         at_most=used is not None and used.alpha_safeguard is not None,
+        host=host // batch,
         batching=batching,
     )
 
@@ -263,9 +280,13 @@ def plan_all(config: PreTrainedConfig, *, policy: str | Policy | None = None, co
     names = [None, *(name for name, format in formats.REGISTRY.items() if not isinstance(format, Identity))]
     dims = {shape.head_dim for shape in shapes(config, 2)}
     possible = [name for name in names if name is None or not any(formats.REGISTRY[name].refuses(dim) for dim in dims)]
+    reading = {name: options.pop(name) for name in ("attention_budget", "attention_rest", "offload_pages") if name in options}
+    if reading.get("attention_rest") == "coarse":
+        possible = [name for name in possible if name is None or formats.REGISTRY[name].in_halves()]
     if options.get("gpu_memory") is not None and options.get("weights_memory") is None:  # once for all plans
         options["weights_memory"] = weights_bytes(config, model_dtype(config, options.get("dtype")))
-    return [plan(config, format=name, policy=policy if name else None, context=context, **options) for name in possible]
+    of_ours = options | reading | {"policy": policy}
+    return [plan(config, format=name, context=context, **(of_ours if name else options)) for name in possible]
 
 
 def _check_bytes(name: str, value: float | None) -> None:

@@ -20,7 +20,7 @@ from ..caches import CompressedCache
 from ..formats.base import check_option
 from ..policies import Policy, check_count
 from .model import model_dtype, text_config, weights_bytes
-from .plan import Plan, plan
+from .plan import Plan, in_words, plan
 
 SHORT, LONG = 4096, 32_768
 """Tokens of context: a cache below SHORT is small beside the weights; from LONG on it is larger than the weights."""
@@ -198,10 +198,10 @@ def recommend(
     if gpu_memory is not None and weights_memory is None:
         weights_memory = weights_bytes(config, dtype)
 
-    def planned(choice: Choice) -> Plan:
+    def planned(choice: Choice, **reading: Any) -> Plan:
         return plan(
             config, format=choice.format, policy=choice.policy, context=context, batch=batch, gpu_memory=gpu_memory,
-            weights_memory=weights_memory, tensor_parallel=tensor_parallel, dtype=dtype,
+            weights_memory=weights_memory, tensor_parallel=tensor_parallel, dtype=dtype, **reading,
         )  # fmt: skip
 
     guide = _guide(context, streaming, chat)
@@ -231,7 +231,12 @@ def recommend(
         while_filled = ", the last of which is uncompressed while it is filled" if choice.second_reading else ""
         reasons.append(f"not even this holds {batch} such requests{while_filled}: shorten them, or add memory")
     if choice.format is not None and context >= LONG and _possible(config, choice, attention_budget=4096):
-        reasons.append("attention_budget=4096 beside it reads few of these tokens a step; offload_pages=True leaves most on the host")
+        few = planned(choice, attention_budget=4096, offload_pages=True)
+        on_gpu, host = in_words(few.bytes_per_request - few.host), in_words(few.host)
+        reasons.append(
+            "attention_budget=4096 beside it reads few of these tokens a step; with offload_pages=True too, a request takes "
+            f"{on_gpu} of the GPU and {host} of the host"
+        )
     if chat:
         reasons.append("keep one cache over the turns, and share what all chats begin with in a PrefixStore")
     return _answer(choice, planned_bytes, guide, reasons, chat)

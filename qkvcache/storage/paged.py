@@ -160,9 +160,9 @@ class PagedTokens:
     def simulate_pages(self, width: int, count: int) -> None:
         """Allocates `count` pages, and a table of `width` columns. For planning, on the meta device: pages have no numbers, of which there
         may be billions."""
-        if count:
-            layout = self.pool.layout
-            self.pool.slabs.append(Slab(layout, torch.empty(count * layout.nbytes, dtype=torch.uint8, device="meta"), count, 1, 0))
+        for pool in filter(None, (self.pool, self.pool.index)) if count else ():
+            data = torch.empty(count * pool.layout.nbytes, dtype=torch.uint8, device="meta")
+            pool.slabs.append(Slab(pool.layout, data, count, 1, 0))
             self.table = self._fitted(self.table, width, 0)
 
     # Rows and owners.
@@ -296,15 +296,15 @@ class RowPages(PagedTokens):
     def bind(self) -> None:
         super().bind()
         if self.offloads is not None:
-            self.cache = self._block_cache(self.offloads)
+            self.cache = self._block_cache(self.offloads, self.capacity // BLOCK)
         self.read = copy.copy(self.pool)  # `trim` gives the pool another list of slabs
         """The pool that tokens which were stored before the next `bind` are read from."""
         self.runs: list[Run] | None = None
         """The columns of the table as torch reads them; None: not known yet."""
 
-    def _block_cache(self, budget: AttentionBudget) -> BlockCache | None:
-        """The cache of blocks: the present one, or a new one where it has not slots enough or is for other rows."""
-        stored, layout, cache = self.capacity // BLOCK, replace(self.pool.layout, heads=1, page_size=BLOCK), self.cache
+    def _block_cache(self, budget: AttentionBudget, stored: int) -> BlockCache | None:
+        """The cache of blocks of `stored` ones: the present one, or a new one where it has not slots enough or is for other rows."""
+        layout, cache = replace(self.pool.layout, heads=1, page_size=BLOCK), self.cache
         read = budget.blocks(stored)
         if self.grows:  # so that the addresses that are compiled into steps remain
             read = max(read, budget.blocks(-(-budget.tokens // BLOCK)))
@@ -376,6 +376,8 @@ class RowPages(PagedTokens):
             repeats = -(-missing // added) if length(k - 1) // 8 >= MAX_GROWTH == added else 1  # later additions have the same size
             slots += repeats * added
         self.simulate_pages(slots // PAGE, len(self.numbers) * slots // PAGE)
+        if self.offloads is not None:
+            self.cache = self._block_cache(self.offloads, slots // BLOCK)
         self.length = length(groups)
 
     def append(self, x: Pair) -> None:

@@ -120,7 +120,8 @@ class PagePool:
 
     def __init__(self, layout: PageLayout, device: torch.device, by_address: bool, index: int = 0):
         self.layout, self.device, self.by_address, self.on_host = layout, device, by_address, index > 0
-        self.index = PagePool(replace(layout, index=index), device, True) if by_address and index else None
+        indexed = index and (by_address or device.type == "meta")  # which is for planning
+        self.index = PagePool(replace(layout, index=index), device, True) if indexed else None
         self.slabs: list[Slab] = []
         self.owners = numpy.zeros(0, numpy.int32)
         """Owners of each page, by number."""
