@@ -69,7 +69,7 @@ def coarse(name: str, rows: int, tokens: int, budget: int) -> dict[str, float]:
     """Microseconds of attention over all tokens in full, and over few of them in full and the rest by upper halves."""
     query, sets = bf16(rows, HEADS, 1, DIM), [one.paged for one in payloads(name, rows, KV_HEADS, tokens, DIM)]
     few = [replace(one, budget=AttentionBudget(budget, coarse=True), launches=one.launches) for one in sets]
-    with mock.patch.object(select_blocks, "LEAST_SKIPPED", 0):
+    with mock.patch.object(select_blocks, "LEAST_COARSE", 0):
         us = [graph_us([functools.partial(attend_pages, query, one) for one in each]) for each in (sets, few)]
     return {"all_us": us[0], "whole_us": us[1]}
 

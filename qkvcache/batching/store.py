@@ -98,7 +98,7 @@ class PageStore:
         if self.budget is not None:
             ends = after[after - before == 1]
             skipped = ends - numpy.maximum(ends * self.budget.share // WHOLE, self.budget.tokens)
-            self.reads_few = pays(int(skipped.clip(0).sum()), self._ring(0)[0])
+            self.reads_few = pays(int(skipped.clip(0).sum()), self._ring(0)[0], self.budget)
         for group, lists in zip(self.groups, blocks, strict=True):
             group.tables.forget(rows[since == before])  # they may have belonged to other requests
             table = group.tables.read(rows, lists)

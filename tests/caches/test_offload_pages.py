@@ -26,7 +26,8 @@ KERNEL = pytest.param("triton", marks=KERNELS)
 @pytest.fixture(autouse=True)
 def few_tokens_pay(monkeypatch):
     """A GPU chooses blocks without `offload_pages`, too."""
-    monkeypatch.setattr(select_blocks, "LEAST_SKIPPED", 0)
+    for least in ("LEAST_SKIPPED", "LEAST_COARSE"):
+        monkeypatch.setattr(select_blocks, least, 0)
 
 
 def caches(**options) -> tuple[CompressedCache, CompressedCache]:
