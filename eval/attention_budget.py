@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from error_bars import percent
@@ -47,6 +48,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache, policies
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 WHAT = "recall with an attention budget"
 READ, COARSE = "read", "coarse"
@@ -172,12 +176,33 @@ def marked(row: dict) -> dict:
     return {} if row["format"] == FORMAT else {"linestyle": "none", "marker": "D"}
 
 
+def draw_speed(axes: Axes, rows: list[dict]) -> None:
+    """The time of a layer's attention against the tokens that it reads: chosen ones, or those that eviction has left."""
+    ways = (("all kept", "whole_us", "-o"), ("all kept, the rest by upper halves", "whole_us", ":^"), ("evicted", "read_us", "--s"))
+    for way, key, style in ways:
+        of = sorted((row["budget"], row[key]) for row in rows if key in row and ("rest" in row) == ("halves" in way))
+        axes.plot(*zip(*of, strict=True), style, color="black" if key == "read_us" else format_color(FORMAT), label=way) if of else None
+    for key, what in (("all_us", "all tokens, 4 bits"), ("sdpa_us", "all tokens, bf16")):
+        axes.axhline(rows[0][key], linestyle=":", color="gray")
+        axes.annotate(what, (0.99, rows[0][key]), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
+    axes.set(title=f"{rows[0]['device']}, {rows[0]['rows']} x {rows[0]['tokens']:,}", ylabel="attention of a layer, µs (lower is better)")
+    axes.set(xlabel="tokens read in a step, or kept", yscale="log")
+    axes.set_xticks(ticks := sorted({row["budget"] for row in rows}), [f"{tick:,}" for tick in ticks])
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 0.2))
+
+
 def plot(rows: list[dict], path: Path) -> None:
-    """Recall and divergence against the share of tokens, a line a cache: one row of axes a model."""
+    """Recall and divergence against the share of tokens, a line a cache: one row of axes a model; and the time of attention."""
     every = list(by_model([row for row in rows if row.get("step", 1) == 1]))
-    with picture(path, len(every), 2, dpi=90, figsize=(11, 4.2 * len(every)), layout="constrained") as (figure, grid):
+    timed = [row for row in read_rows(path.with_suffix(".jsonl")) if row["what"] == "attention budget" and not row.get("shortest")]
+    height = len(every) + bool(timed)
+    with picture(path, height, 2, dpi=90, figsize=(11, 4.2 * height), layout="constrained") as (figure, grid):
         drawn = {}
-        for (dense, others), pair in zip(every, grid, strict=True):
+        for axes, tokens in zip(grid[-1], (131072, 32768), strict=True) if timed else ():
+            of = [row for row in timed if row["tokens"] == tokens and row["rows"] == 8 and row.get("queries", 1) == 1]
+            draw_speed(axes, [row for row in of if row["format"].startswith(FORMAT)])
+        for (dense, others), pair in zip(every, grid[: len(every)], strict=True):
             lines: dict[str, list[dict]] = {}
             for row in others:
                 lines.setdefault(name(row).replace("`", ""), []).append(row)

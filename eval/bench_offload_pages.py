@@ -1,13 +1,13 @@
 """`offload_pages` beside everything on the GPU; rows in eval/results/offload_pages.jsonl.
 
     python eval/bench_offload_pages.py [--sections hits attention step long]  measures on a GPU, prints the tables, writes the rows
-    python eval/bench_offload_pages.py --layers 8 --budgets 4096   a part of the layers, which compile in less time
+    python eval/bench_offload_pages.py --layers 8 --budgets 4096   a part of the layers
     python eval/bench_offload_pages.py --markdown                  the tables of the documentation, from the rows: needs no GPU
 
 hits       the share of chosen blocks that the step before left on the GPU, while the embedded model writes.
 attention  a step's attention of one layer, 8 x 32,768, in GPU time by replays of a CUDA graph, by the share of blocks that are missing.
-step       a compiled step of the 8B shape, 8 x 32,768, as `eval/bench_generate.py` times it; random weights choose by chance, so that
-           each step chooses the same blocks, and a tenth of the slots lose theirs before it.
+step       a step of the 8B shape, 8 x 32,768: replays of a CUDA graph of it, and eager steps. Random weights choose by chance, so that
+           each step chooses the same blocks, and a tenth of the slots lose theirs before it; in `random_ms`, they choose.
 long       the same of 1 x 1,000,000 tokens, beside everything on the GPU at 131,072. `--memory-gib 32`, with weights in bf16, leaves the
            cache what 24 GiB leave beside weights in 8 bits.
 """
@@ -20,12 +20,11 @@ from argparse import Namespace
 from collections.abc import Iterator
 from unittest import mock
 
-import generate_runs
 import torch
 from bench_kernels import bf16
-from generate_runs import Bench, Run, free
-from gpu import device, graph_us, let_go, random_llama
+from gpu import device, fill, graph_us, let_go, milliseconds, random_llama
 from harness import Table, device_name, parser_of, replace_rows, run_or_show
+from transformers import PreTrainedModel
 
 from qkvcache import CompressedCache, demo
 from qkvcache.formats import REGISTRY
@@ -36,7 +35,7 @@ from qkvcache.storage import RowPages, attention_inputs_of
 FORMAT = "turboquant_4bit_nc"
 ROWS, TOKENS, HEADS, KV_HEADS, DIM = 8, 32768, 32, 8, 128
 MISSING, SHARES = 0.1, (0.0, 0.05, 0.1, 0.2, 1.0)
-LONG, WHOLE = 1_000_000, 131_072
+LONG, WHOLE, ROOM = 1_000_000, 131_072, 100
 
 
 def forget(inputs: PagedInputs, share: float) -> None:
@@ -89,17 +88,9 @@ def attention(budget: int) -> Iterator[dict]:
         del inputs, pages
 
 
-class Steps(Bench):
-    """Steps of a compiled model, with a budget, and pages in host memory or on the GPU."""
-
-    def cache(self, name: str, mode: str, length: int) -> CompressedCache:
-        where, budget = name.split()
-        options = {"max_length": -(-length // 128) * 128, "offload_pages": where == "host"}
-        return CompressedCache(self.model.config, format=FORMAT, attention_budget=int(budget) or None, **options)
-
-
-def step(bench: Bench, where: str, budget: int, rows: int, tokens: int) -> dict:
+def step(model: PreTrainedModel, where: str, budget: int, rows: int, tokens: int) -> dict:
     """Milliseconds of a step, and bytes of the GPU for each token and head at their peak, less the weights."""
+    let_go()
     fetch, select, query = triton_fetch_blocks.fetch_blocks, triton_select_blocks.select_blocks, bf16(rows, HEADS, 1, DIM)
 
     def fetched(inputs, selection):
@@ -109,15 +100,31 @@ def step(bench: Bench, where: str, budget: int, rows: int, tokens: int) -> dict:
     def selected(_, *args, **options):
         return select(query, *args, **options)
 
-    free(bench.model)
-    with (
-        mock.patch.object(triton_fetch_blocks, "fetch_blocks", fetched),
-        mock.patch.object(triton_select_blocks, "select_blocks", selected),
-        mock.patch.object(generate_runs, "WARM", 10),
-    ):
-        row = bench.decode(Run("decode", f"{where} {budget}", "compiled", rows, tokens), False)
-    heads = rows * KV_HEADS * tokens * bench.model.config.num_hidden_layers
-    return {"ms": row["ms"], "bytes": row["peak_bytes"] / heads, "graph_breaks": row["graph_breaks"], "skips": row["cudagraph_skips"]}
+    ids, config, weights = torch.zeros(rows, 1, dtype=torch.long, device="cuda"), model.config, torch.cuda.memory_allocated()
+    options = {"attention_budget": budget or None, "offload_pages": where == "host", "max_length": tokens + ROOM}
+    cache = CompressedCache(config, format=FORMAT, **options)
+    fill(cache, config, rows, tokens)
+    torch.cuda.reset_peak_memory_stats()
+
+    def eager(steps: int) -> float:
+        return milliseconds(lambda: [model(ids, past_key_values=cache, logits_to_keep=1) for _ in range(steps)]) / steps
+
+    with torch.inference_mode():
+        eager(2)
+        found = {"random_ms": eager(8)}
+        with (
+            mock.patch.object(triton_fetch_blocks, "fetch_blocks", fetched),
+            mock.patch.object(triton_select_blocks, "select_blocks", selected),
+        ):
+            eager(2)
+            found["eager_ms"] = eager(8)
+            peak = torch.cuda.max_memory_allocated()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                model(ids, past_key_values=cache, logits_to_keep=1)
+        graph.replay()
+        found["ms"] = milliseconds(lambda: [graph.replay() for _ in range(20)]) / 20
+    return found | {"peak_gib": peak / 2**30, "bytes": (peak - weights) / (rows * KV_HEADS * tokens * config.num_hidden_layers)}
 
 
 def run(args: Namespace) -> None:
@@ -134,14 +141,14 @@ def run(args: Namespace) -> None:
             for row in attention(budget):
                 note("attention", rows=ROWS, tokens=TOKENS, budget=budget, where="host" if "missing" in row else "GPU", **row)
     if {"step", "long"} & set(args.sections):
-        with mock.patch.object(generate_runs, "random_llama", lambda tiny: random_llama(tiny, num_hidden_layers=args.layers)):
-            bench = Steps(False, args.memory_gib, 20)
-        for budget in args.budgets if "step" in args.sections else ():
-            for where in ("GPU", "host"):
-                note("step", rows=ROWS, tokens=TOKENS, budget=budget, where=where, **step(bench, where, budget, ROWS, TOKENS))
-        if "long" in args.sections:
-            for where, budget, tokens in (("GPU", 0, WHOLE), ("host", 4096, LONG)):
-                note("long", rows=1, tokens=tokens, budget=budget, where=where, **step(bench, where, budget, 1, tokens))
+        torch.cuda.set_per_process_memory_fraction(args.memory_gib * 2**30 / torch.cuda.mem_get_info()[1])
+        model = random_llama(num_hidden_layers=args.layers)
+        cases = [("step", where, budget, ROWS, TOKENS) for budget in args.budgets for where in ("GPU", "host")]
+        cases += [("long", "GPU", 0, 1, WHOLE), ("long", "host", 4096, 1, LONG)]
+        for section, where, budget, rows, tokens in cases:
+            if section in args.sections:
+                found = step(model, where, budget, rows, tokens)
+                note(section, rows=rows, tokens=tokens, budget=budget, where=where, **found)
 
 
 def tables(rows: list[dict]) -> Iterator[Table]:

@@ -22,8 +22,9 @@ from .segments import planes_of
 from .triton_attend import SCORED, _hides, entry_of, head_of, key_scores, page_of, query_planes, read_of, words_of_tile
 from .triton_math import MASKED_SCORE, exp2, log2
 
-TILE, WARPS = 64, 20
-"""The launch that scores blocks: tokens of a tile, and warps of a multiprocessor. A program has one, and two for 32 rows of queries."""
+TILE, PROGRAMS = 64, 20
+"""The launch that scores blocks: tokens of a tile, and programs of a multiprocessor, each of one warp. With 32 query rows and two warps,
+in place of 16 and one, it is slower."""
 LEAST_SPLIT = 256
 """Fewest tokens of a program."""
 BITS = 20
@@ -213,12 +214,12 @@ def _score(query: Tensor, inputs: PagedInputs, mask: Tensor | None, options: Pag
     call = Call(query, mask, inputs, options, None, splits)
     plan, args, table = call.plan, call.args, (inputs.pages.index or inputs.pages).table
     arch, processors = architecture(query.device)
-    panels, small = plan.batch * plan.heads, 8 if rows <= 8 and (arch or query.device.type == "cpu") else 16 if rows <= 16 else 32
-    row_blocks, warps = -(-rows // small), max(small // 16, 1)
-    parts = min(max(processors * WARPS // (panels * row_blocks * warps), 1), -(-inputs.max_length // LEAST_SPLIT))
+    panels, small = plan.batch * plan.heads, 8 if rows <= 8 and (arch or query.device.type == "cpu") else 16
+    row_blocks = -(-rows // small)
+    parts = min(max(processors * PROGRAMS // (panels * row_blocks), 1), -(-inputs.max_length // LEAST_SPLIT))
     score = plan.score
     if score is None:
-        sizes = {"R": small, "T": TILE, "BLOCK": BLOCK, "num_warps": warps}
+        sizes = {"R": small, "T": TILE, "BLOCK": BLOCK, "num_warps": 1}
         score = plan.score = Launcher(
             score_blocks_kernel, query.device, OF_SCORES, OF_INPUTS, **plan.fixed | _keys(args, inputs.pages) | sizes
         )
