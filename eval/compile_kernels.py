@@ -45,7 +45,7 @@ from qkvcache.kernels import (  # noqa: E402
     triton_store_exact,
     triton_sum_attention,
 )
-from qkvcache.kernels.fused import EXACT_TILE, SUM_TOKENS, TILES, launched  # noqa: E402
+from qkvcache.kernels.fused import EXACT_TILE, OF_SHARED, SUM_TOKENS, TILES, launched  # noqa: E402
 from qkvcache.kernels.pages import BLOCK, GATHER_TILE  # noqa: E402
 from qkvcache.kernels.triton_attend import SCORED, attend_kernel  # noqa: E402
 from qkvcache.kernels.triton_attend_tiles import attend_tiles_kernel  # noqa: E402
@@ -91,6 +91,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "store": {"MASK": "row", "COUNTED": True},
     "items": {"ITEMS": True, "COUNTED": True, "BASE": 0},
     "blocks": {"BLOCK": BLOCK, "T": BLOCK, "COUNTED": True},
+    "branches": {"PANEL": 8, "EXACT": False},
     "rest": {"COUNTED": True, "EXACT": False, "KIND": SCORED.value},
 }
 
@@ -125,7 +126,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
     key, value = (codec.packed_layout for codec in codecs)
     assert key and value, format
     nvidia = TARGETS[target].backend == "cuda"
-    launch = launched(key, value, head_dim, rows, nvidia)
+    launch = OF_SHARED if variant == "branches" else launched(key, value, head_dim, rows, nvidia)
     scales = {"none": dtype, "fp32": "fp32", "fp16": "fp16", "pair": "fp16", "hidden": "fp32", "group": "fp16", "block": "u8"}
     types: dict[str, str | Types] = {"query": f"*{dtype}", "region_query": f"*{dtype}", "exact": (f"*{dtype}",) * 4}
     if key.rotated and key.group and head_dim & (head_dim - 1):
@@ -148,7 +149,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
         "K_ONCE": 0, "V_ONCE": 0, "k_strides": _strides_of(key, head_dim, dtype), "v_strides": _strides_of(value, head_dim, dtype),
         "SOFTCAP": False, "MASK": "none", "CAUSAL": False,
         "ARCH": TARGETS[target].arch if nvidia else 0, "EXACT": True, "TURN": rotation_block(head_dim) ** -0.5 if key.rotated else 1.0,
-        "ATTENTION_SUMS": 0, "COUNTED": False, "PAGE": PAGE, "BASE": ANCHOR, "ITEMS": False, "BLOCK": 0, "KIND": 0,
+        "ATTENTION_SUMS": 0, "COUNTED": False, "PAGE": PAGE, "BASE": ANCHOR, "ITEMS": False, "BLOCK": 0, "KIND": 0, "PANEL": 0,
     }  # fmt: skip
     options: dict[str, object] = {"num_warps": launch.warps, "num_stages": launch.stages}
     if launch.registers and nvidia:
@@ -458,6 +459,7 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield attention(format, 128, target)
             yield attention(format, 128, target, "items")
             yield attention(format, 128, target, "blocks")
+            yield attention(format, 128, target, "branches")
             yield scoring(format, 128, target)
             if (halves := FORMATS[format].in_halves()) is not None:
                 yield attention(halves.name, 128, target)
@@ -492,6 +494,7 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield from (attention(format, 128, target, rows=rows) for format, rows in many)
             yield from (attention_in_tiles(format, 128, target, 64) for format, rows in many if rows > 32)
             yield attention_in_tiles("int8", 128, target, 128, "store")
+            yield attention_in_tiles("int8", 128, target, 64, "branches")
             for format in ("turboquant_4bit_nc", "hadaquant_k2v2"):  # of eight words a token
                 yield attention(format, 64, target)
                 yield attention_in_tiles(format, 64, target, 64)

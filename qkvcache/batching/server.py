@@ -45,6 +45,7 @@ class Server(Serve):
         grace_seconds: seconds for which running requests go on after SIGTERM or Ctrl-C.
         store: a folder in which pages survive the server (`continuous_batching(store=)`); None: they end with it.
         store_bytes: the most bytes of the folder. A tenth of them is the most bytes of pages in host memory.
+        store_time_to_live: seconds after their last use for which pages are kept in the folder and in host memory; None: for ever.
         options: those of `transformers.cli.serve.Serve`, such as `port`, `device`, `dtype`, `cb_max_memory_percent`.
             Continuous batching is on unless `continuous_batching=False`: requests then run one after the other.
 
@@ -63,6 +64,7 @@ class Server(Serve):
         grace_seconds: float = 20.0,
         store: str | Path | None = None,
         store_bytes: int = 50 * 10**9,
+        store_time_to_live: float | None = None,
         continuous_batching: bool = True,
         **options,
     ):
@@ -77,7 +79,7 @@ class Server(Serve):
         self.options_by_batch = continuous_batching
         self._grace, self._modality = grace_seconds, Modality.LLM
         self._name, self._cache, self._batches, self._interval = name, cache, continuous_batching, metrics_interval
-        self._store, self._store_bytes = store, store_bytes
+        self._store, self._store_bytes, self._time_to_live = store, store_bytes, store_time_to_live
         self._model: PreTrainedModel | None = None
         self._attached, self._lock, self._closed = ExitStack(), threading.Lock(), threading.Event()
         super().__init__(folder(name), continuous_batching=continuous_batching, non_blocking=True, **options)
@@ -205,8 +207,10 @@ class Server(Serve):
         """The store of the pages of `model`."""
         if self._store is None:
             return None
-        size = self._store_bytes
-        return PrefixStore(model, max_bytes=size // 10, directory=self._store, max_disk_bytes=size, tokenizer=self.tokenizer)
+        size, age = self._store_bytes, self._time_to_live
+        return PrefixStore(
+            model, max_bytes=size // 10, directory=self._store, max_disk_bytes=size, time_to_live=age, tokenizer=self.tokenizer
+        )
 
     def _add_front(self) -> None:
         """Puts the middleware next to the handlers, and gives errors OpenAI's form."""

@@ -15,7 +15,8 @@ app = typer.Typer()
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog=examples(
-        "qkvcache serve smollm2 --format turboquant_4bit_nc --port 8000", "qkvcache serve smollm2 --store sessions --store-bytes 50GB"
+        "qkvcache serve smollm2 --format turboquant_4bit_nc --port 8000",
+        "qkvcache serve smollm2 --store sessions --store-bytes 50GB --store-time-to-live 86400",
     ),
 )
 def serve(
@@ -33,6 +34,9 @@ def serve(
         Path | None, typer.Option(help="Folder in which pages of conversations survive the server; others may share it.")
     ] = None,
     store_bytes: Annotated[str, typer.Option(help="Bytes of the folder, and a tenth of them in host memory: 50GB, 40GiB.")] = "50GB",
+    store_time_to_live: Annotated[
+        float | None, typer.Option(help="Seconds after their last use for which pages are kept in the folder; for ever by default.", min=1)
+    ] = None,
     grace_seconds: Annotated[float, typer.Option(help="Seconds that running requests have after SIGTERM or Ctrl-C.", min=0)] = 20.0,
 ) -> None:
     """Serve a model behind transformers' OpenAI-compatible server, with a compressed cache.
@@ -49,7 +53,7 @@ def serve(
         cache = {"format": format, "num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
         cache |= {"attention_budget": budget_of(attention_budget, "--attention-budget"), "attention_rest": attention_rest}
         size = int(bytes_of(store_bytes, "--store-bytes") or 0)
-        stored: dict[str, Any] = {"store": store, "store_bytes": size}
+        stored: dict[str, Any] = {"store": store, "store_bytes": size, "store_time_to_live": store_time_to_live}
         server = Server(model, cache, metrics_interval=metrics_interval, grace_seconds=grace_seconds, **stored, **options)
     server.run()
 

@@ -69,27 +69,35 @@ def tiled(query: Tensor, inputs: PagedInputs, mask: Tensor | None, options: Page
 
     It serves causal attention under no mask but one that hides columns, of quantized keys and values of 64 or 128 channels in fp16 or bf16,
     on Hopper: on other GPUs nobody measured it."""
+    if inputs.pages.per_head or inputs.splits or inputs.rest or options.get("observed") is not None or not options.get("causal"):
+        return None
+    return _in_tiles(query, inputs, mask)
+
+
+def _in_tiles(query: Tensor, inputs: PagedInputs, mask: Tensor | None) -> Launch | None:
+    """`tiled` by the shapes and types of its arguments."""
     rows = query.shape[1] // inputs.ring[0].shape[1] * query.shape[2]
-    if not inputs.max_length or inputs.pages.per_head or inputs.splits or inputs.rest or rows < FEWEST_TILE_ROWS:
-        return None
-    if not (architecture(query.device)[0] // 10 == 9 or query.device.type == "cpu"):
-        return None
-    if options.get("observed") is not None or not options.get("causal"):
+    if not inputs.max_length or rows < FEWEST_TILE_ROWS or not (architecture(query.device)[0] // 10 == 9 or query.device.type == "cpu"):
         return None
     if mask is not None and (mask.dtype != torch.bool or any(n > 1 for n in (1, 1, 1, *mask.shape)[-3:-1])):
         return None
     sides = [(layout_of(codec), x.shape[3]) for codec, x in zip(inputs.pages.codecs, inputs.ring, strict=True)]
-    if query.dtype not in (torch.float16, torch.bfloat16) or not all(layout and _in_tiles(layout, dim) for layout, dim in sides):
+    if query.dtype not in (torch.float16, torch.bfloat16) or not all(layout and _fits_tiles(layout, dim) for layout, dim in sides):
         return None
     return TILES[rows > TILES[0].rows]
 
 
-def _in_tiles(layout: PackedLayout, head_dim: int) -> bool:
+def _fits_tiles(layout: PackedLayout, head_dim: int) -> bool:
     """Whether the kernel for many rows reads this layout: a plane of words must lie in one group or in two."""
     words = head_dim // layout.per
     return head_dim in (64, 128) and layout.kind != "half" and (layout.group % words == 0 or words == 2 * layout.group)
 
 
+OF_SHARED = Launch(64, 3, None, 4, 2, 16)
+"""The launch over tokens that rows share, for up to 32 query rows, the best measured on an H100 (`eval/bench_branches.py --tune`). More
+rows of a program take more registers than they spare loads."""
+LEAST_SPARED = 5 * 2**16
+"""Tokens times KV heads that are not read again, from which on that launch pays: beside it, there is one over the tokens of each row."""
 EXACT_TILE = 32
 """Exact tokens of a tile. One program reads all of them, and with few other tokens all others wait for it."""
 SUM_TOKENS = 1024
@@ -98,10 +106,10 @@ OF_INPUTS = "rows", "lengths", "exact", "rows_b", "lengths_b", "lengths_h", "exa
 """Arguments of kernels that are the same in all calls over the same inputs."""
 OF_CALL = (
     "query", "mask", "part", "maxima", "sums", "table", "query_b", "query_h", "query_q", "table_b", "mask_b", "mask_t", "scaling",
-    "softcap", "n_quantized", "least", "blocks", "read", "table_h", "room",
+    "softcap", "n_quantized", "least", "blocks", "read", "table_h", "room", "before", "splits", "branches",
 )  # fmt: skip
 """Arguments of a call that both attention kernels have."""
-OF_ATTEND = "region_query", "items", "weights", "tops", "scores", "mask_h", "mask_q", "before", "splits", "tokens", "share"
+OF_ATTEND = "region_query", "items", "weights", "tops", "scores", "mask_h", "mask_q", "tokens", "share", "skip"
 """Those that `attend_kernel` has besides."""
 OF_REDUCE = "part", "maxima", "sums", "firsts", "sinks", "out", "lse", "splits"
 OF_SUM = "weights", "tops", "lse", "observed", "attention_sums", "slots", "grains", "n_quantized"
@@ -220,6 +228,7 @@ class LaunchPlan:
         items: whether `Splits` divide the rows among programs.
         selected: whether a `Selection` says what is read.
         kind: of a launch under a budget whose rest is read by upper halves, as of `triton_attend.REST`.
+        panel: query rows in blocks of the launch whose rows of the batch this one's rows are read for; 0: its own.
     """
 
     def __init__(
@@ -236,6 +245,7 @@ class LaunchPlan:
         items: bool,
         selected: bool,
         kind: int,
+        panel: int,
         launch: Launch | None,
     ) -> None:
         use, device = args.use, args.empty.device
@@ -261,8 +271,7 @@ class LaunchPlan:
             **args.constants, "G": self.groups, "R": self.rows, "T": self.tile, "SOFTCAP": softcap, "MASK": mask, "ARCH": arch,
             "CAUSAL": causal and self.queries > 1, "EXACT": exact, "TURN": use.factor if use.whole is None else 1.0,
             "ATTENTION_SUMS": self.width, "WIDTH": self.width, "ITEMS": items, "BLOCK": BLOCK if selected else 0, "KIND": kind,
-            "N": SUM_TOKENS,
-            "heads": self.heads, "queries": self.queries, "signs": use.signs, "rotation": use.rotation,
+            "N": SUM_TOKENS, "PANEL": panel, "heads": self.heads, "queries": self.queries, "signs": use.signs, "rotation": use.rotation,
             "k_planes": args.planes[0], "v_planes": args.planes[1], "mean_strides": args.means[0],
         }  # fmt: skip
         options = {"num_warps": launch.warps, "num_stages": launch.stages}
@@ -292,6 +301,10 @@ class Call:
     """One call of attention: the values that its launches share.
 
     `zones` are the quantized tokens, the sinks and the tokens of the residual, or the slots for them, which bound the columns of a mask.
+
+    Args:
+        skip: tokens at the beginning of pages that another launch reads.
+        panel: as of `LaunchPlan`.
     """
 
     def __init__(
@@ -300,11 +313,13 @@ class Call:
         mask: Tensor | None,
         inputs: PagedInputs,
         options: PageOptions,
-        launch: Launch | None,
-        items: Splits | None,
+        launch: Launch | None = None,
+        items: Splits | None = None,
         kind: int = NO_REST.value,
+        skip: int = 0,
+        panel: int = 0,
     ) -> None:
-        self.inputs, self.args, self.items, shape = inputs, Arguments.of(inputs), items, query.shape
+        self.inputs, self.args, self.items, self.skip, shape = inputs, Arguments.of(inputs), items, skip, query.shape
         args, (sinks, region, ring) = self.args, inputs.slots
         self.held, self.strides = held(inputs, args.empty), inputs.pages.strides
         self.zones = zones = region, sinks, ring
@@ -322,12 +337,13 @@ class Call:
             mask = mask.expand(*shape[:3], sum(zones) if mask.shape[3] == 1 else -1)
             shown, self.mask_strides = "float", mask.stride()
             if mask.dtype == torch.bool:
-                shown, mask = "row" if shape[2] == 1 and not self.mask_strides[1] else "bool", mask.view(torch.uint8)
+                same = not self.mask_strides[1] and (shape[2] == 1 or not self.mask_strides[2])
+                shown, mask = "row" if same else "bool", mask.view(torch.uint8)
             self.mask = mask
         self.scaling, self.softcap = float(shape[3] ** -0.5 if scaling is None else scaling), float(softcap or 1.0)
         key = (
             shape, inputs.ring[0].shape[1], shown, inputs.exact and sinks + ring > 0, options.get("causal", False), softcap is not None,
-            self.sinks is not None, self.observed is not None, items is not None, inputs.selection is not None, kind, launch,
+            self.sinks is not None, self.observed is not None, items is not None, inputs.selection is not None, kind, panel, launch,
         )  # fmt: skip
         if key not in args.plans:
             args.plans[key] = LaunchPlan(args, *key)
@@ -352,10 +368,16 @@ class Call:
     def _empty(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
 
-    def attend(self) -> None:
-        """A launch of `attend_kernel`, or of `attend_tiles_kernel`."""
+    def attend(self, others: Call | None = None) -> None:
+        """A launch of `attend_kernel`, or of `attend_tiles_kernel`; and another of the tokens that are read beside these."""
         splits, least = self._splits()
-        self.allocate(splits)
+        if others is None:
+            self.allocate(splits)
+        else:
+            more, others_least = others._splits()
+            self.allocate(splits + more)
+            others.splits, others.outputs = self.splits, self.outputs
+            others._attend(more, others_least, splits)
         self._attend(splits, least)
 
     def attend_rest(self, read: PagedInputs, scores: Tensor | None = None) -> None:
@@ -379,7 +401,7 @@ class Call:
 
     def _splits(self) -> tuple[int, int]:
         """Splits of a launch, and the fewest tokens of each."""
-        plan, n_quantized, tokens, least = self.plan, self.zones[0], self.inputs.tokens, LEAST_SPLIT
+        plan, n_quantized, tokens, least = self.plan, max(self.zones[0] - self.skip, 0), self.inputs.tokens, LEAST_SPLIT
         if self.items is not None:
             return len(self.items.items), least
         programs = plan.programs
@@ -405,12 +427,12 @@ class Call:
         call = (
             self.query, self.mask, *self.outputs, table, *self.query.stride()[:3], table_b, mask_b, mask_t, self.scaling, self.softcap,
             self.inputs.max_length, least, blocks, read, table_h,
-            blocks.shape[-1] if selection is not None else -(-self.inputs.max_length // BLOCK),
+            blocks.shape[-1] if selection is not None else -(-self.inputs.max_length // BLOCK), before, self.splits, self.inputs.branches,
         )  # fmt: skip
         if not plan.many:
             items, budget = empty if self.items is None else self.items.items, self.inputs.budget
             wanted = (0, 0) if budget is None else (budget.tokens, budget.share)
-            call += self.region_query, items, self.weights, self.tops, self.scores, mask_h, mask_q, before, self.splits, *wanted
+            call += self.region_query, items, self.weights, self.tops, self.scores, mask_h, mask_q, *wanted, self.skip
         plan.attend((splits, plan.blocks, plan.panels // plan.blocks), *call, held=self.held)
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -457,6 +479,10 @@ def attend_pages(
         )
     one = query.shape[2] == 1 and options.get("observed") is None and inputs.selection is None
     launch = launch or tiled(query, inputs, mask, options)
+    if cascades(query, inputs, launch, options):
+        call = Call(query, mask, inputs, options, skip=inputs.shared)
+        call.attend(_shared(query, mask, inputs, options, call.plan.rows))
+        return call.finish()
     call = Call(query, mask, inputs, options, launch, inputs.splits if one else None)
     if inputs.rest is None:
         call.attend()
@@ -467,3 +493,28 @@ def attend_pages(
         rest.attend_rest(inputs)
     call.take(rest, Call(query, mask, inputs.coarse, options, None, None, TAKEN.value))
     return call.finish()
+
+
+def cascades(query: Tensor, inputs: PagedInputs, launch: Launch | None, options: PageOptions) -> bool:
+    """Whether the tokens that rows share are read once for all of them, in a launch of their own."""
+    if inputs.branches == 1 or launch or inputs.selection or inputs.splits or options.get("observed") is not None:
+        return False
+    batch = query.shape[0]
+    return (batch - batch // inputs.branches) * inputs.shared * inputs.ring[0].shape[1] >= LEAST_SPARED
+
+
+def _shared(query: Tensor, mask: Tensor | None, inputs: PagedInputs, options: PageOptions, panel: int) -> Call:
+    """The call over the tokens that `inputs.branches` rows share, with the queries of these rows as those of one; their results are among
+    those of a call with `panel` query rows in a block."""
+    shared = inputs.first_shared()
+    query = _of_branches(query, inputs.branches)
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]
+        mask = _of_branches(mask.expand(len(inputs.pages.table), -1, query.shape[2] // inputs.branches, -1), inputs.branches)
+    launch = _in_tiles(query, shared, mask) or (OF_SHARED if max(x.shape[3] for x in shared.ring) <= 128 else None)
+    return Call(query, mask, shared, {**options, "causal": False}, launch, panel=panel)
+
+
+def _of_branches(x: Tensor, branches: int) -> Tensor:
+    """`x` `[B, H, Q, D]` as `[B / branches, H, branches * Q, D]`."""
+    return x.unflatten(0, (-1, branches)).transpose(1, 2).flatten(2, 3)

@@ -329,6 +329,8 @@ class PagedInputs:
     budget      of quantized tokens that attention reads (`select_blocks.py`); None: all
     selection   the blocks that it reads, in which case pages have room for `max_length` tokens, and attention for those of the selection
     cache       of blocks, where the pages lie in host memory and there may be more tokens than the budget
+    branches    consecutive rows whose pages begin with the same `shared` tokens, a multiple of the page size; the batch is a multiple of
+                them. Kernels may read these tokens once for all of them
     rest        the inputs `coarse`, whose tokens are read but for those of the selection; None: they are not
     exact       whether attention reads sinks and ring
     """
@@ -344,6 +346,8 @@ class PagedInputs:
     budget: AttentionBudget | None = None
     selection: Selection | None = None
     cache: BlockCache | None = None
+    branches: int = 1
+    shared: int = 0
     rest: PagedInputs | None = None
     exact: bool = True
     launches: dict[Any, Any] = field(default_factory=dict)
@@ -357,13 +361,13 @@ class PagedInputs:
         """Arguments of torch operators, with `max_length`: the table, the first slab's planes and statistics, those of `index`, and
         `cache`; `rows`, `lengths`, what `splits` has, and `control`; sinks and ring; indices of the codecs, the first entry, the page size,
         whether kernels read the pages, whether slabs are added, `step`, `tokens` (-1: None), the budget (-1: None): tokens, share and
-        whether it is coarse, `step` of the index (0: None), and whether there is a cache."""
+        whether it is coarse, `step` of the index (0: None), whether there is a cache, `branches` and `shared`."""
         pages, budget = self.pages, self.budget
         tokens = -1 if self.tokens is None else self.tokens
         read = (-1, 0, 0) if budget is None else (budget.tokens, budget.share, int(budget.coarse))
         sizes = [*pages.numbers, pages.page_size, int(pages.by_page), int(pages.grows), pages.step, tokens, *read]
         index, cache = pages.index, self.cache
-        sizes += [0 if index is None else index.step, int(cache is not None)]
+        sizes += [0 if index is None else index.step, int(cache is not None), self.branches, self.shared]
         pool = [
             pages.table,
             *pages.tensors,
@@ -404,7 +408,8 @@ class PagedInputs:
         tokens = None if sizes[7] < 0 else sizes[7]
         budget = None if sizes[8] < 0 else AttentionBudget(sizes[8], sizes[9], bool(sizes[10]))
         zones = (exact[0], exact[1]), (exact[2], exact[3])
-        return PagedInputs(pages, *zones, rows, max_length, tokens, splits, control, budget, cache=cache)
+        branches, shared = sizes[13:15]
+        return PagedInputs(pages, *zones, rows, max_length, tokens, splits, control, budget, cache=cache, branches=branches, shared=shared)
 
     def twin(self, **changes: Any) -> PagedInputs:
         """The same inputs, but for some fields; `dataclasses.replace` takes five times as long, at every step."""
@@ -430,6 +435,17 @@ class PagedInputs:
         if pages.index is not None:
             pages.index.lengths, pages = pages.lengths, pages.index
         return self.twin(pages=pages.coarse, exact=False, launches=self.launches.setdefault("coarse", {}))
+
+    def first_shared(self) -> PagedInputs:
+        """The tokens that rows share, of the first row of each group of `branches`."""
+        key = f"the first {self.shared} tokens of {self.branches} rows"
+        if key not in self.held:
+            pages, every = self.pages, slice(None, None, self.branches)
+            once = [{name: x[every] if len(x) > 1 else x for name, x in side.items()} for side in pages.statistics]
+            first = replace(pages, table=pages.table[every], statistics=(once[0], once[1]), lengths=None)
+            launches = self.launches.setdefault(("shared", self.branches), {})
+            self.held[key] = self.twin(pages=first, rows=None, max_length=self.shared, exact=False, launches=launches, held={})
+        return self.held[key]
 
     def reading(self, selection: Selection) -> PagedInputs:
         """These inputs, of which attention reads what is selected."""

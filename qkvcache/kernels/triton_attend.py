@@ -459,11 +459,11 @@ def _empty_state(m, V: tl.constexpr, VW: tl.constexpr, VT: tl.constexpr, T: tl.c
 
 
 @triton.jit
-def _store_region(out, state, live, V: tl.constexpr, DV: tl.constexpr, VW: tl.constexpr, VT: tl.constexpr, SIGN: tl.constexpr):
-    """Stores the output of a split, fp32 [R, DV], for the rows `live`, bool [R], plane after plane: `reduce_kernel` puts channels in order.
-    Returns the maximum and the normaliser, fp32 [R] each. SIGN: -1 for a split that is taken away."""
+def _store_region(out, at, state, live, V: tl.constexpr, DV: tl.constexpr, VW: tl.constexpr, VT: tl.constexpr, SIGN: tl.constexpr):
+    """Stores the output of a split into the rows `at`, int [R], of `out`, fp32 [.., DV], if they are `live`, bool [R], plane after plane:
+    `reduce_kernel` puts channels in order. Returns the maximum and the normaliser, fp32 [R] each. SIGN: -1 for a split that is taken
+    away."""
     m, l, y, z, acc = state
-    R: tl.constexpr = m.shape[0]
     VP: tl.constexpr = V.per
     VN: tl.constexpr = (VW + VT - 1) // VT
     y = tl.sum(y, 0) * SIGN
@@ -471,7 +471,7 @@ def _store_region(out, state, live, V: tl.constexpr, DV: tl.constexpr, VW: tl.co
     for c in tl.static_range(VN):
         word = c * VT + tl.arange(0, VT)
         for i in tl.static_range(VP):
-            place = tl.arange(0, R)[None, :] * DV + i * VW + word[:, None]
+            place = at[None, :] * DV + i * VW + word[:, None]
             constant = y + z * plane_offset(V, i) if _sums_weights(V) else y
             tl.store(out + place, acc[c * VP + i] * (unit_of(V) * SIGN) + constant[None, :], mask=(word < VW)[:, None] & live[None, :])
     return m, tl.sum(l, 0) * SIGN
@@ -529,23 +529,40 @@ def place_of(table, blocks, at, live, PAGE: tl.constexpr, BASE: tl.constexpr, BL
         return entry_of(table, at, live, PAGE, BASE), at
 
 
+@triton.jit
+def rows_of_part(
+    bh, block, split, row, heads, queries, before, splits, branches, R: tl.constexpr, G: tl.constexpr, PANEL: tl.constexpr
+):  # fmt: skip
+    """Where the query rows `row`, int [R], of block `block` of (row, KV head) `bh` have their results of a split among all of `part`, in
+    rows of it: the first, int64, and each from there on, int [R]. Arguments as of `attend_kernel`."""
+    if PANEL == 0:
+        panel = (bh * tl.num_programs(1) + block).to(tl.int64)
+        return (panel * splits + before + split) * R, tl.arange(0, R)
+    else:
+        each = queries // branches
+        place = row // queries * each + row % each
+        branch = (bh // heads).to(tl.int64) * branches + row % queries // each
+        panel = (branch * heads + bh % heads) * tl.cdiv(G * each, PANEL) + place // PANEL
+        return bh.to(tl.int64) * 0, (panel * splits + before + split) * PANEL + place % PANEL
+
+
 # What changes from step to step, or call to call, must not compile the kernel anew.
 @triton.jit(
     do_not_specialize=[
         "scaling", "softcap", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "room", "before", "splits", "tokens",
-        "share", "table_b", "table_h", "rows_b", "lengths_b", "lengths_h", "mask_b", "mask_h", "mask_q", "mask_t",
+        "share", "skip", "branches", "table_b", "table_h", "rows_b", "lengths_b", "lengths_h", "mask_b", "mask_h", "mask_q", "mask_t",
     ]
 )  # fmt: skip
 def attend_kernel(
     query, region_query, rotation, signs, table, rows, lengths, items, blocks, read, k_planes, v_planes, exact, mask, part, maxima, sums,
     weights, tops, scores,
     query_b, query_h, query_q, table_b, table_h, rows_b, lengths_b, lengths_h, exact_strides, mean_strides, mask_b, mask_h, mask_q, mask_t,
-    scaling, softcap, n_sinks, n_quantized, n_residual, least, heads, queries, room, before, splits, tokens, share,
+    scaling, softcap, n_sinks, n_quantized, n_residual, least, heads, queries, room, before, splits, tokens, share, skip, branches,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
     TX: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr, COUNTED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
     k_strides: tl.constexpr, v_strides: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr, ATTENTION_SUMS: tl.constexpr, ITEMS: tl.constexpr,
-    BLOCK: tl.constexpr, KIND: tl.constexpr,
+    BLOCK: tl.constexpr, KIND: tl.constexpr, PANEL: tl.constexpr,
 ):  # fmt: skip
     """Attention of `queries` queries over sinks, quantized tokens in pages, and a residual (`pages.PagedInputs`), split over programs.
 
@@ -581,6 +598,10 @@ def attend_kernel(
     n_sinks, n_quantized, n_residual   tokens, the same for all rows; COUNTED: slots of sinks and of a ring, and a bound on quantized tokens
     least          of a split, in tokens: a multiple of T          TX       exact tokens of a tile
     before, splits   of other launches before those of this one in `part`, `maxima` and `sums`, and of all
+    skip           tokens at the beginning of pages that another launch reads, a multiple of T, unless ITEMS
+    branches       with PANEL, each row is read once for `branches` rows of the batch, whose queries follow one another: row by row, of
+                   `queries` in all. Results go where another launch has those of these rows, in blocks of PANEL query rows; 0: where its
+                   own are
     TURN           factor of the rotation                          CAUSAL   whether the last `queries` tokens are the queries' own
     """
     split = tl.program_id(0)
@@ -626,12 +647,13 @@ def attend_kernel(
     mask_rows = b * mask_b + head * mask_h + number * mask_q
     visible = mask, mask_rows, mask_t, newest, softcap
     if not ITEMS:  # the first tile begins at a multiple of T, so that no tile crosses a page
-        origin = first_token // T * T
+        origin = tl.maximum(first_token // T * T, skip)
         each = _tiles_of_split(tl.maximum(length - origin, 0), tl.maximum(tl.num_programs(0) - EXACT, 1), least, T)
         low = tl.multiple_of(origin + (split - EXACT) * each, T)
         high = tl.minimum(low + each, length)
     panel = (bh * tl.num_programs(1) + block).to(tl.int64)
-    out = part + (panel * splits + before + split) * (R * DV)
+    entry, rows_out = rows_of_part(bh, block, split, row, heads, queries, before, splits, branches, R, G, PANEL)
+    out = part + entry * DV
     m = tl.full([R], MASKED_SCORE, tl.float32)
     l = tl.zeros([R], tl.float32)
     q_rows = b * query_b + head * query_h + number * query_q
@@ -673,7 +695,7 @@ def attend_kernel(
             n_residual, total - in_ring, visible, weights, tops, oldest_slot, in_ring,
         )  # fmt: skip
         e = tl.arange(0, DVP)
-        tl.store(out + tl.arange(0, R)[None, :] * DV + e[:, None], x_out, mask=(e < DV)[:, None] & live[None, :])
+        tl.store(out + rows_out[None, :] * DV + e[:, None], x_out, mask=(e < DV)[:, None] & live[None, :])
     elif low < high:
         KT: tl.constexpr = words_of_tile(K, D)
         VT: tl.constexpr = words_of_tile(V, DV)
@@ -720,7 +742,6 @@ def attend_kernel(
                     shift + token - at + tl.minimum(tl.maximum(place, first_token), high - 1), weights, tops, block_scores, at,
                     tl.minimum(high - at, T),
                 )  # fmt: skip
-        m, l = _store_region(out, state, live, V, DV, VW, VT, -1 if KIND == TAKEN else 1)
-    entry = ((bh * tl.num_programs(1) + block) * splits + before + split) * R + tl.arange(0, R)
-    tl.store(maxima + entry, m)
-    tl.store(sums + entry, l)
+        m, l = _store_region(out, rows_out, state, live, V, DV, VW, VT, -1 if KIND == TAKEN else 1)
+    tl.store(maxima + entry + rows_out, m, mask=live)
+    tl.store(sums + entry + rows_out, l, mask=live)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_attend import LOG2E, _capped, _exact_columns, _hides, _tiles_of_split, entry_of, head_of, page_of
+from .triton_attend import LOG2E, _capped, _exact_columns, _hides, _tiles_of_split, entry_of, head_of, page_of, rows_of_part
 from .triton_math import MASKED_SCORE, exp2
 from .triton_scales import group_scales, scaled, token_scale
 from .triton_unpack import offset_of, unit_of, unpack
@@ -315,18 +315,18 @@ def _queries(
 # What changes from step to step, or call to call, must not compile the kernel anew.
 @triton.jit(
     do_not_specialize=[
-        "scaling", "softcap", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "room", "table_b", "table_h", "rows_b",
-        "lengths_b", "mask_b", "mask_t",
+        "scaling", "softcap", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "room", "before", "splits", "branches",
+        "table_b", "table_h", "rows_b", "lengths_b", "mask_b", "mask_t",
     ]
 )  # fmt: skip
 def attend_tiles_kernel(
     query, rotation, table, rows, lengths, blocks, read, k_planes, v_planes, exact, mask, part, maxima, sums,
     query_b, query_h, query_q, table_b, table_h, rows_b, lengths_b, exact_strides, mean_strides, mask_b, mask_t, scaling, softcap,
-    n_sinks, n_quantized, n_residual, least, heads, queries, room,
+    n_sinks, n_quantized, n_residual, least, heads, queries, room, before, splits, branches,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
     PAGE: tl.constexpr, BASE: tl.constexpr, COUNTED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, k_strides: tl.constexpr,
     v_strides: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PANEL: tl.constexpr,
 ):  # fmt: skip
     """Causal attention of the last `queries` tokens, which are among the residual, over sinks, quantized tokens in pages that heads share
     and the residual (`pages.PagedInputs`), split over programs.
@@ -343,11 +343,11 @@ def attend_tiles_kernel(
     scaling, softcap   factor and cap of scores
     n_sinks, n_quantized, n_residual   tokens, the same for all rows; COUNTED: slots of sinks and of a ring, and a bound
     least          of a split, in tokens: a multiple of T
+    before, splits, branches, PANEL   as of `attend_kernel`
     """
     split = tl.program_id(0)
     block = tl.program_id(1)
     bh = tl.program_id(2)
-    splits = tl.num_programs(0)
     b = (bh // heads).to(tl.int64)
     h = bh % heads
 
@@ -368,8 +368,8 @@ def attend_tiles_kernel(
         blocks += bh * room
     if MASK:
         mask += b * mask_b
-    panel = (bh * tl.num_programs(1) + block).to(tl.int64)
-    out = part + (panel * splits + split) * (R * DV) + tl.arange(0, R)[:, None] * DV + tl.arange(0, DV)[None, :]
+    entry, rows_out = rows_of_part(bh, block, split, row, heads, queries, before, splits, branches, R, G, PANEL)
+    out = part + entry * DV + rows_out[:, None] * DV + tl.arange(0, DV)[None, :]
     q_rows = b * query_b + (h * G + row // queries) * query_h + number * query_q
     state = (tl.full([R], MASKED_SCORE, tl.float32), tl.zeros([R], tl.float32), tl.zeros([R, DV], tl.float32))
     scaling *= 1.0 if SOFTCAP else LOG2E
@@ -395,12 +395,11 @@ def attend_tiles_kernel(
         k_mean = k_planes[3] + b * mean_strides[0] + h * mean_strides[1]
         q, factor, q_center = _queries(K, D, TURN, query, q_rows, live, rotation, k_mean, scaling)
         # Through the output's memory: loaded operands lie in shared memory, computed ones would take registers.
-        passing = (part + (panel * splits + split) * (R * DV)).to(tl.pointer_type(q.dtype))
-        passing += tl.arange(0, R)[:, None] * D + tl.arange(0, D)[None, :]
-        tl.store(passing, q)
+        passing = (part + entry * DV).to(tl.pointer_type(q.dtype)) + rows_out[:, None] * (2 * DV) + tl.arange(0, D)[None, :]
+        tl.store(passing, q, mask=live[:, None])
         tl.debug_barrier()
         q = tl.load(passing)
-        each = _tiles_of_split(length, tl.maximum(splits - EXACT, 1), least, T)
+        each = _tiles_of_split(length, tl.maximum(tl.num_programs(0) - EXACT, 1), least, T)
         low = tl.multiple_of((split - EXACT) * each, T)
         high = tl.minimum(low + each, length)
         hides = BLOCK > 0
@@ -445,6 +444,5 @@ def attend_tiles_kernel(
         if not SOFTCAP:
             m += q_center
         tl.store(out, _plane_by_plane(V, acc * (unit * (unit_of(V) / _power(V)))), mask=live[:, None])
-    entry = (panel * splits + split) * R + tl.arange(0, R)
-    tl.store(maxima + entry, m)
-    tl.store(sums + entry, l)
+    tl.store(maxima + entry + rows_out, m, mask=live)
+    tl.store(sums + entry + rows_out, l, mask=live)

@@ -5,6 +5,9 @@ directory is the index. A file is renamed into place, so that it is complete whe
 itself and, for every layer, a digest of each `CHUNK` tokens, so that a fetch reads and checks only the tokens that it
 matched. Digests detect damage and mistakes; they are not a signature.
 
+A file is used by setting its time of modification. A file that stays whatever its age and the room has an empty file beside it,
+of its name and `PINNED`.
+
 A page of continuous batching (`pages.py`) is a file of the same directory, with a name of the same form and one tensor.
 """
 
@@ -45,7 +48,7 @@ AHEAD = min(THREADS, 5)
 """Layers that are read into `Blocks` at a time; one more block holds the layer in use. New blocks are locked one after
 another, and locking one takes about as long as a thread needs for a layer: more blocks come too late to help, and with
 fewer the bus waits."""
-SUFFIX, WRITING = ".safetensors", ".writing"
+SUFFIX, WRITING, PINNED = ".safetensors", ".writing", ".pinned"
 LONGEST_WRITE = 3600
 """Seconds after which a folder that a process writes into counts as left by a killed process."""
 _NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-([0-9a-f]{32})\.safetensors")
@@ -349,14 +352,14 @@ def _tokens(layer: Snapshot) -> int:
 
 
 class DiskStore:
-    """The entries in `directory` that one process may use; all entries in it together take at most `max_bytes`. The directory is created if
-    missing. `model` is written into headers.
+    """The entries in `directory` that one process may use; all entries in it together take at most `max_bytes`. Files that nobody used for
+    `time_to_live` seconds are removed, too, unless it is None. The directory is created if missing. `model` is written into headers.
 
     Raises ValueError if the directory cannot be created or written.
     """
 
-    def __init__(self, directory: Path, max_bytes: int, model: str):
-        self.directory, self.max_bytes, self.model = directory, max_bytes, model
+    def __init__(self, directory: Path, max_bytes: int, model: str, time_to_live: float | None = None):
+        self.directory, self.max_bytes, self.model, self.time_to_live = directory, max_bytes, model, time_to_live
         self.index = match.Index()
         self.skipped: Counter[str] = Counter()
         self.evicted = 0
@@ -371,9 +374,13 @@ class DiskStore:
                 raise PermissionError(f"no permission to write into {directory}")
         except OSError as error:
             raise ValueError(f"directory={str(directory)!r} cannot be used: {error}") from error
+        if time_to_live is not None:
+            self.trim(max_bytes)
 
     def scan(self, identity: bytes, templates: Collection[bytes]) -> None:
         """Finds the files that other processes have written or removed. Ignores files of other models and templates."""
+        for file in list(self.headers.values()):
+            self._expire(file.path.name)
         names = {entry.name for entry in files(self.directory)}
         for name in self._known.keys() - names:
             self._forget(name)
@@ -381,7 +388,7 @@ class DiskStore:
             found = parts(name)
             if found is None:
                 self._skip(name, "it is no prefix entry")
-            elif found[0] == identity and found[1] in templates:
+            elif found[0] == identity and found[1] in templates and not self._expire(name):
                 try:
                     self._add(read_header(self.directory / name))
                 except FileNotFoundError:
@@ -409,6 +416,32 @@ class DiskStore:
             for other in [other for other, same in self._known.items() if same == key]:  # of another template: checked again next time
                 del self._known[other]
 
+    def _expire(self, name: str) -> bool:
+        """Removes a file that is too old. Returns whether it was."""
+        path = self.directory / name
+        with suppress(FileNotFoundError):
+            if self._too_old(path.stat().st_mtime) and not self.is_pinned(name):
+                path.unlink(missing_ok=True)
+                self.evicted += 1
+                return True
+        return False
+
+    def _too_old(self, used: float) -> bool:
+        return self.time_to_live is not None and used < time.time() - self.time_to_live
+
+    def pin(self, name: str, pinned: bool = True) -> None:
+        """Keeps a file whatever its age and the room, for all processes, or no longer; a crash of the system changes nothing of it once
+        this returns."""
+        marker = self._marker(name)
+        marker.touch() if pinned else marker.unlink(missing_ok=True)
+        _sync(self.directory)
+
+    def is_pinned(self, name: str) -> bool:
+        return self._marker(name).exists()
+
+    def _marker(self, name: str) -> Path:
+        return self.directory / f"{name}{PINNED}"
+
     def read_page(self, name: str) -> Tensor | None:
         """A page, or None if there is none. A damaged file is removed: its page is computed and written again."""
         try:
@@ -421,7 +454,9 @@ class DiskStore:
             return None
 
     def touch(self, name: str, time_ns: int) -> bool:
-        """Marks a file as used at a time. Returns whether there is one."""
+        """Marks a file as used at a time. Returns whether there is one that is not too old."""
+        if self._expire(name):
+            return False
         try:
             os.utime(self.directory / name, ns=(time_ns, time_ns))
         except FileNotFoundError:
@@ -464,8 +499,8 @@ class DiskStore:
             raise
 
     def write(self, entry: Entry) -> str | None:
-        """Writes an entry and removes entries of its template whose tokens it begins with. Returns None, or the reason
-        why the entry was not written."""
+        """Writes an entry and removes entries of its template whose tokens it begins with unless they are pinned. Returns
+        None, or the reason why the entry was not written."""
         if entry.nbytes > self.max_bytes:
             return "larger than the whole budget on disk"
         self.trim(self.max_bytes - entry.nbytes)
@@ -477,22 +512,25 @@ class DiskStore:
         self._add(file)
         for key in self.index.replaced(entry.key, entry.template.name, entry.cuts):
             shorter = self.headers[key].path
-            shorter.unlink(missing_ok=True)
-            self._forget(shorter.name)
+            if not self.is_pinned(shorter.name):
+                shorter.unlink(missing_ok=True)
+                self._forget(shorter.name)
         self.trim(self.max_bytes)
         return None
 
     def trim(self, max_bytes: int) -> int:
-        """Removes what killed processes left, and then the least recently used files until the rest fits in
-        `max_bytes`. Returns the bytes of the rest. `scan` notices what was removed."""
+        """Removes what killed processes left, files that are too old, and then the least recently used ones until the rest
+        fits in `max_bytes`; pinned ones stay. Returns the bytes of the rest. `scan` notices what was removed."""
         for folder in self.directory.glob(f"*{WRITING}"):
             with suppress(FileNotFoundError):
                 if time.time() - folder.stat().st_mtime > LONGEST_WRITE:
                     shutil.rmtree(folder, ignore_errors=True)
+        pinned = {path.stem for path in self.directory.glob(f"*{PINNED}")}
+        entries = [(path.name in pinned, stat.st_mtime_ns, path, stat) for path, stat in _entries(self.directory)]
         total = 0
-        for path, stat in sorted(_entries(self.directory), key=lambda entry: entry[1].st_mtime_ns, reverse=True):
+        for stays, _, path, stat in sorted(entries, reverse=True):
             total += stat.st_size
-            if total > max_bytes:
+            if not stays and (total > max_bytes or self._too_old(stat.st_mtime)):
                 path.unlink(missing_ok=True)
                 total -= stat.st_size
                 self.evicted += 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -193,13 +194,16 @@ def thinned(checkpoints: Checkpoints, room: int) -> Checkpoints:
 
 
 class Recent:
-    """Items with `nbytes` in the order of their last use, the most recently used last; together at most `max_bytes`.
-    Threads may use it at the same time."""
+    """Items with `nbytes` in the order of their last use, the most recently used last; together at most `max_bytes`. Items that nobody
+    used for `time_to_live` seconds are evicted, too, unless it is None. Pinned ones stay. Threads may use it at the same time."""
 
-    def __init__(self, max_bytes: int):
-        self.max_bytes = max_bytes
+    def __init__(self, max_bytes: int, time_to_live: float | None = None):
+        self.max_bytes, self.time_to_live = max_bytes, time_to_live
         self.nbytes = self.evicted = 0
         self._items: OrderedDict[bytes, Any] = OrderedDict()
+        self._used: dict[bytes, float] = {}
+        """The time of the last use of each of `_items`."""
+        self._pinned: dict[bytes, Any] = {}
         self._lock = threading.RLock()
 
     def use(self, key: bytes) -> Any:
@@ -207,50 +211,84 @@ class Recent:
         with self._lock:
             if key in self._items:
                 self._items.move_to_end(key)
-            return self._items.get(key)
+                self._used[key] = time.monotonic()
+            return self._items.get(key, self._pinned.get(key))
 
     def hold(self, key: bytes, item: Any) -> None:
         """Adds an item in place of another of this key, and makes room."""
         with self._lock:
+            pinned = key in self._pinned
             Recent.remove(self, key)
-            self._items[key] = item
+            self._items[key], self._used[key] = item, time.monotonic()
             self.nbytes += item.nbytes
+            if pinned:
+                self.pin(key)
             self.trim(self.max_bytes)
 
-    def trim(self, max_bytes: int) -> None:
-        """Evicts the least recently used items until at most `max_bytes` are left."""
+    def pin(self, key: bytes) -> None:
+        """Keeps an item until it is unpinned."""
         with self._lock:
+            if key in self._items:
+                self._pinned[key] = self._items.pop(key)
+                del self._used[key]
+
+    def unpin(self, key: bytes) -> None:
+        """Counts a pinned item as the most recently used."""
+        with self._lock:
+            if key in self._pinned:
+                self._items[key], self._used[key] = self._pinned.pop(key), time.monotonic()
+
+    def trim(self, max_bytes: int) -> None:
+        """Evicts items that are too old, and the least recently used until at most `max_bytes` are left."""
+        with self._lock:
+            self.expire()
             while self._items and self.nbytes > max_bytes:
-                self.remove(next(iter(self._items)))
-                self.evicted += 1
+                self._evict()
+
+    def expire(self) -> None:
+        """Evicts items that are too old."""
+        if self.time_to_live is None:
+            return
+        with self._lock:
+            while self._items and self._used[next(iter(self._items))] < time.monotonic() - self.time_to_live:
+                self._evict()
+
+    def _evict(self) -> None:
+        self.remove(next(iter(self._items)))
+        self.evicted += 1
 
     def remove(self, key: bytes) -> None:
         with self._lock:
-            if (item := self._items.pop(key, None)) is not None:
+            item = self._pinned.pop(key, None) or self._items.pop(key, None)
+            if item is not None:
+                self._used.pop(key, None)
                 self.nbytes -= item.nbytes
 
 
 class MemoryStore(Recent):
     """Entries, and pages of continuous batching, which the index does not know."""
 
-    def __init__(self, max_bytes: int):
-        super().__init__(max_bytes)
+    def __init__(self, max_bytes: int, time_to_live: float | None = None):
+        super().__init__(max_bytes, time_to_live)
         self.index = match.Index()
 
     @property
     def entries(self) -> list[Entry]:
         with self._lock:
-            return [item for item in self._items.values() if isinstance(item, Entry)]
+            return [item for item in (*self._pinned.values(), *self._items.values()) if isinstance(item, Entry)]
 
     def checkpoints(self, key: bytes, template: CacheTemplate) -> Checkpoints:
         """The checkpoints of entries of `template` at tokens that `key` begins with."""
         related = [] if template.evicts else self.index.related(key, template.name)
-        return {at: x for one in related for at, x in self._items[one].checkpoints_of(key).items() if at < match.length(key)}
+        with self._lock:
+            entries = [self._items.get(one) or self._pinned[one] for one in related]
+        return {at: x for entry in entries for at, x in entry.checkpoints_of(key).items() if at < match.length(key)}
 
     def put(self, entry: Entry) -> None:
-        """Adds an entry, removes entries of its template whose tokens it begins with, and makes room."""
+        """Adds an entry, removes entries of its template whose tokens it begins with unless they are pinned, and makes room."""
         for key in self.index.replaced(entry.key, entry.template.name, entry.cuts):
-            self.remove(key)
+            if key not in self._pinned:
+                self.remove(key)
         self.index.add(entry.key, entry.template.name, entry.cuts)
         self.hold(entry.key, entry)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from torch import Tensor
@@ -62,8 +63,21 @@ class StoredPages:
 
     def touch(self, name: bytes, now: int, index: int) -> bool:
         """Marks page number `index` of a prompt as used at `now` in nanoseconds. Returns whether it is stored."""
+        self.memory.expire()
         on_disk = self._disk is not None and self._disk.touch(self._file(name), now - LATER_NS * index)
         return self.memory.use(name) is not None or on_disk
+
+    def pin(self, tokens: Sequence[int], pinned: bool = True) -> int:
+        """Keeps the stored full pages that `tokens` begin with, or no longer. Returns the number of their tokens."""
+        names = list(takewhile(self._stored, self.names(tokens) if self.begun else ()))
+        for name in names:
+            (self.memory.pin if pinned else self.memory.unpin)(name)
+            if self._disk is not None:
+                self._disk.pin(self._file(name), pinned)
+        return len(names) * self.size
+
+    def _stored(self, name: bytes) -> bool:
+        return self.memory.use(name) is not None or (self._disk is not None and (self._disk.directory / self._file(name)).exists())
 
     def find(self, name: bytes) -> HostSnapshot | None:
         """A page in host memory, read from disk if need be; None if it is not stored or damaged. Memory that need not be

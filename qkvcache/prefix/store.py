@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from .entry import (
 )
 from .host_memory import Blocks, HostSnapshot, on_gpu
 from .identity import ModelIdentity, Ranks
-from .media import unbroken
+from .media import DIGEST, unbroken
 from .pages import StoredPages
 from .prompt import Inputs, compute, refusal, rows, text_tokens, unpadded
 
@@ -73,7 +74,7 @@ class Stats:
         covered: entries not stored, because another, in memory or on disk, already held all of their tokens.
         rejected: entries larger than the whole budget.
         refused: entries whose reuse would not be exact, and failed writes, by reason.
-        evicted, evicted_files: entries removed from memory, and from disk, to make room.
+        evicted, evicted_files: entries removed from memory, and from disk, to make room or because of their age.
         skipped: files that were not loaded, by reason.
         entries, nbytes: entries in memory, and the bytes of their live tensors and of pages.
         files, disk_bytes: entries and pages on disk, of all processes, and their bytes.
@@ -115,6 +116,8 @@ class PrefixStore:
         directory: a directory to which entries are also written, for other processes and later runs; None keeps them in
             memory only.
         max_disk_bytes: the most bytes of all entries in the directory; None: ten times `max_bytes`.
+        time_to_live: seconds after their last use for which entries and pages are kept, in memory and on disk; None: for ever.
+            They are removed when a prompt looks for them, and whenever room is made.
         tokenizer: the tokenizer of the token ids; if given, entries are used only with the same vocabulary.
         identity: anything else that entries depend on and that a sample of the weights does not show.
         **options: `policy`, `num_sink_tokens`, `residual_length` and `skip_layers` of the caches that `reuse` returns, as
@@ -141,11 +144,12 @@ class PrefixStore:
         checkpoint_interval: int = 2048,
         directory: str | PathLike | None = None,
         max_disk_bytes: int | None = None,
+        time_to_live: float | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         identity: str = "",
         **options,
     ):
-        _check_arguments(model, options, dense=dense, tokenizer=tokenizer, identity=identity, directory=directory)
+        _check_arguments(model, options, dense=dense, tokenizer=tokenizer, identity=identity, directory=directory, age=time_to_live)
         max_disk_bytes = 10 * max_bytes if max_disk_bytes is None else max_disk_bytes
         check_count("max_bytes", max_bytes, of="bytes")
         check_count("max_disk_bytes", max_disk_bytes, of="bytes")
@@ -159,8 +163,9 @@ class PrefixStore:
         self._templates = {self._template.name: self._template}
         self._ranks = Ranks(model)
         self._identity = ModelIdentity(model, tokenizer, f"{identity} shard {self._ranks.rank} of {self._ranks.size}")
-        self._memory = MemoryStore(max_bytes)
-        self._disk = None if directory is None else DiskStore(Path(directory), max_disk_bytes, model.config.model_type)
+        self._memory = MemoryStore(max_bytes, time_to_live)
+        self._disk = None if directory is None else DiskStore(Path(directory), max_disk_bytes, model.config.model_type, time_to_live)
+        self._pages: list[StoredPages] = []
         self._stats = Stats()
         self._positioned: list[Any] = [module for module in model.modules() if hasattr(module, "rope_deltas")]
         """Modules that remember how far an image of the latest prompt has shifted the positions after it."""
@@ -265,10 +270,71 @@ class PrefixStore:
 
     def pages(self, format: str, layout: str, size: int) -> StoredPages:
         """The pages of continuous batching of `size` tokens in a format and layout (`continuous_batching(store=)`)."""
-        return StoredPages(self._memory, self._disk, self._identity.current(), format, layout, size, on_gpu(self._devices()))
+        found = StoredPages(self._memory, self._disk, self._identity.current(), format, layout, size, on_gpu(self._devices()))
+        self._pages.append(found)
+        return found
+
+    def pin(self, ids: Inputs) -> int:
+        """Keeps the stored tokens of `ids` `[T]`, a system prompt for example, whatever their age and the room that others need: in
+        memory and, for all processes, on disk, until `unpin`. Pinned bytes count in `max_bytes` and `max_disk_bytes`.
+
+        Pins an entry of exactly these tokens, which is cut from a longer one if need be, and the full pages that `continuous_batching`
+        has stored of them. Returns the number of tokens that are pinned. Raises ValueError if nothing of them is stored.
+        """
+        key, text = self._pinnable(ids)
+        entries = [self._pin(key, template) for template in list(self._templates.values())]
+        tokens = max([*entries, *(pages.pin(text) for pages in self._pages)])
+        if not tokens:
+            raise ValueError(
+                f"no entry or page holds these {match.length(key)} tokens: store them first, by reuse(ids) or store(ids, cache)"
+            )
+        return tokens
+
+    def unpin(self, ids: Inputs) -> None:
+        """Lets the stored tokens of `ids` `[T]` be evicted again. What is not pinned stays as it is."""
+        key, text = self._pinnable(ids)
+        self._memory.unpin(key)
+        for pages in self._pages:
+            pages.pin(text, False)
+        if self._disk is not None and (file := self._disk.headers.get(key)) is not None:
+            self._disk.pin(file.path.name, False)
+
+    def _pinnable(self, ids: Inputs) -> tuple[bytes, list[int]]:
+        """The key of `ids`, and its tokens before the first image."""
+        inputs = rows(ids, self.model.config)
+        if len(inputs) > 1:
+            raise ValueError(f"pin and unpin take the ids of one row, got {len(inputs)} rows")
+        return match.encode(self._scanned(), inputs[0]), list(takewhile(lambda word: word < DIGEST, inputs[0].tolist()))
+
+    def _pin(self, key: bytes, template: CacheTemplate) -> int:
+        """Pins an entry of `template`. Returns its tokens; 0 if nothing holds them."""
+        disk, entry = self._disk, None
+        if (stored := self._memory.index.covering(key, template.name)) is not None:
+            entry = self._cut(self._memory.use(stored), key)
+        elif disk is not None and (stored := disk.index.covering(key, template.name)) is not None:
+            with suppress(Damaged, TooLarge):
+                entry = self._loaded(disk, stored, key, self._memory.max_bytes)
+        if entry is None:
+            return 0
+        if disk is not None:
+            file = disk.headers.get(key)
+            if (file is None or file.template != template.name) and (reason := disk.write(entry)):
+                raise ValueError(f"the pinned entry is not on disk: {reason}")
+            disk.pin(disk.headers[key].path.name)
+        self._memory.put(entry)
+        self._memory.pin(key)
+        return match.length(key)
+
+    def _cut(self, longer: Entry, key: bytes) -> Entry:
+        """An entry of the tokens of `key`, with which `longer` begins: itself, or a copy."""
+        if longer.key == key:
+            return longer
+        layers = [HostSnapshot.of(layer, on_gpu(self._devices())) for layer in longer.cut(match.length(key))]
+        return Entry(key, longer.template, layers, longer.checkpoints_of(key))
 
     def trim(self, max_bytes: int, max_disk_bytes: int | None = None) -> None:
-        """Evicts the least recently used entries until at most `max_bytes` are in memory, and `max_disk_bytes` on disk if given."""
+        """Evicts the least recently used entries until at most `max_bytes` are in memory, and `max_disk_bytes` on disk if given. Pinned
+        ones stay."""
         check_count("max_bytes", max_bytes, of="bytes")
         if max_disk_bytes is not None:
             check_count("max_disk_bytes", max_disk_bytes, of="bytes")
@@ -295,6 +361,8 @@ class PrefixStore:
                     room -= entry.nbytes
         for entry in reversed(loaded):
             self._memory.put(entry)
+            if disk.is_pinned(disk.headers[entry.key].path.name):
+                self._memory.pin(entry.key)
         return len(loaded)
 
     @property
@@ -437,6 +505,7 @@ class PrefixStore:
     def _scanned(self) -> bytes:
         """The identity of the model. Also finds the files that other processes have written for it."""
         identity = self._identity.current()
+        self._memory.expire()
         if self._disk is not None:
             self._disk.scan(identity, self._templates)
         return identity
@@ -447,7 +516,9 @@ class PrefixStore:
         return self._disk
 
 
-def _check_arguments(model: object, options: dict, *, dense: object, tokenizer: object, identity: object, directory: object) -> None:
+def _check_arguments(
+    model: object, options: dict, *, dense: object, tokenizer: object, identity: object, directory: object, age: object
+) -> None:
     """Checks the arguments of PrefixStore. Raises TypeError, ValueError or NotImplementedError with the name of the
     argument."""
     config = getattr(model, "config", None)
@@ -463,6 +534,10 @@ def _check_arguments(model: object, options: dict, *, dense: object, tokenizer: 
         raise TypeError(f"tokenizer must be a transformers tokenizer, got {tokenizer!r}")
     if directory is not None and not isinstance(directory, str | PathLike):
         raise TypeError(f"directory must be a path, got {directory!r}")
+    if age is not None and (isinstance(age, bool) or not isinstance(age, int | float)):
+        raise TypeError(f"time_to_live must be seconds or None, got {age!r}")
+    if age is not None and not age > 0:
+        raise ValueError(f"time_to_live={age}: must be more than 0 seconds; leave it out to keep entries for ever")
     if options.get("max_length") is not None:
         raise ValueError(f"max_length={options['max_length']}: the caches of a store grow; leave it out")
     if dense and options.get("policy") is not None:

@@ -94,8 +94,10 @@ class Storage(LayerStorage):
         bound = self.columns if self.max_length is None else self.tokens.capacity
         pages = replace(self.bound, lengths=self.rows[:, LENGTH])
         zones = self.sinks, self.residual, self.rows
-        cache, launches = self.tokens.cache, self.tokens.launches
-        self.inputs = PagedInputs(pages, *zones, bound, control=self.control, budget=self.budget, cache=cache, launches=launches)
+        cache, launches, (branches, shared) = self.tokens.cache, self.tokens.launches, self.tokens.branches()
+        self.inputs = PagedInputs(
+            pages, *zones, bound, control=self.control, budget=self.budget, cache=cache, branches=branches, shared=shared, launches=launches
+        )
         """The inputs of attention for a step of one token; `max_length` is a bound on what the device counts."""
         self.__dict__.pop("launch", None)
         room = self.max_length or self.sinks[0].shape[2] + self.residual[0].shape[2] + self.tokens.capacity
@@ -276,7 +278,7 @@ class Storage(LayerStorage):
         self.set_lengths(seq_length, quantized)
         self.tokens.calibrated = self.tokens.calibrated and seq_length > 0
         self.control[DROPPED] = 0
-        if self.bound is not self.tokens.pages:
+        if self.bound is not self.tokens.pages or self.inputs.shared > quantized:
             self.bind()
 
     def clear(self) -> None:

@@ -21,6 +21,16 @@ def test_a_chat_goes_on_in_constant_memory(capsys):
     assert "128 held" in capsys.readouterr().out
 
 
+def test_samples_of_one_prompt_hold_it_once(capsys):
+    rows = load("branches").main(["--tokens", "500", "--branches", "4", "--device", "cpu"])
+    alone, branches, forks = rows
+    assert [row["way"] for row in rows] == ["rows", "branches", "forks"]
+    assert all(row["answer"] == row["word"] and row["right"] for row in rows)  # the best one, at a temperature where others may be wrong
+    assert alone["prompt_tokens"] == 4 * branches["prompt_tokens"] == 4 * forks["prompt_tokens"]
+    assert branches["bytes"] < 0.6 * alone["bytes"] and forks["bytes"] < 0.6 * alone["bytes"]
+    assert "best of 4" in capsys.readouterr().out
+
+
 @pytest.fixture
 def document(tmp_path):
     """600 tokens of the reference, with a code word in the middle of what is compressed."""

@@ -251,6 +251,53 @@ def test_load_takes_what_fits_and_what_was_used_last(tmp_path):
     assert same(again.fetch(prompts[3]).cache, held(compressed(prompts[3])), 299)
 
 
+def aged(directory, seconds):
+    """Every file was used so many seconds earlier."""
+    for path in directory.iterdir():
+        used = path.stat().st_mtime - seconds
+        os.utime(path, (used, used))
+
+
+def test_files_that_nobody_uses_for_their_time_to_live_go(tmp_path):
+    prompts = [random_ids(300, seed) for seed in range(3)]
+    kept = store(tmp_path, time_to_live=600)
+    for prompt in prompts[:2]:
+        kept.store(prompt, compressed(prompt))
+    kept.trim(0)
+    aged(tmp_path, 500)
+    assert kept.fetch(prompts[0]).source == "disk"
+    aged(tmp_path, 500)
+    assert [kept.fetch(prompt).source for prompt in prompts[:2]] == ["disk", None] and kept.stats.files == 1
+    aged(tmp_path, 700)
+    kept.store(prompts[2], compressed(prompts[2]))  # makes room
+    assert kept.stats.files == 1 and kept.stats.evicted_files == 2
+    aged(tmp_path, 700)
+    assert store(tmp_path).fetch(prompts[2]).source == "disk"  # another process keeps files for ever, and has used this one
+    aged(tmp_path, 700)
+    assert store(tmp_path, time_to_live=600).stats.files == 0
+
+
+def test_pinned_files_stay_for_all_processes(tmp_path):
+    system, others = random_ids(300), [random_ids(300, seed) for seed in (1, 2)]
+    kept = store(tmp_path)
+    chat = torch.cat([system, others[0]])
+    kept.store(chat, compressed(chat))
+    kept.trim(0)
+    assert kept.pin(system) == 300 and kept.stats.files == 2  # cut from the file of a longer one
+    aged(tmp_path, 10_000)
+    again = store(tmp_path, time_to_live=600, max_disk_bytes=kept.stats.disk_bytes)
+    assert again.stats.files == 1 and again.fetch(chat).length == 300
+    longer = torch.cat([system, others[1]])
+    again.store(longer, compressed(longer))  # takes the place of no pinned one
+    again.trim(0, 0)
+    assert again.stats.files == 1 and again.load() == 1
+    again.trim(0)
+    assert again.fetch(longer).source == "memory"
+    again.unpin(system)
+    again.trim(0, 0)
+    assert not list(tmp_path.iterdir()) and again.fetch(longer).kind == "miss"
+
+
 # Several processes.
 
 

@@ -21,10 +21,16 @@ TOKENS = list(range(40))
 
 
 def pages(
-    directory: Path | None, layout="layout", identity=bytes(16), max_bytes=2**20, max_disk_bytes=2**22, statistics=b""
+    directory: Path | None,
+    layout="layout",
+    identity=bytes(16),
+    max_bytes=2**20,
+    max_disk_bytes=2**22,
+    statistics=b"",
+    time_to_live=None,
 ) -> StoredPages:
-    where = None if directory is None else DiskStore(directory, max_disk_bytes, "llama")
-    found = StoredPages(MemoryStore(max_bytes), where, identity, "int8", layout, SIZE, lock=False)
+    where = None if directory is None else DiskStore(directory, max_disk_bytes, "llama", time_to_live)
+    found = StoredPages(MemoryStore(max_bytes, time_to_live), where, identity, "int8", layout, SIZE, lock=False)
     found.begin(statistics)
     return found
 
@@ -103,6 +109,26 @@ def test_the_last_pages_used_longest_ago_go_first(tmp_path):
     found = held(pages(tmp_path), first)
     assert found == sorted(found, reverse=True) and 0 < sum(found) < 10 and held(pages(tmp_path), second) == [True] * 10
     assert 0.9 * 70_000 < sum(path.stat().st_size for path in tmp_path.iterdir()) <= 70_000 and size < 1.2 * BYTES
+
+
+def test_pages_end_with_their_time_to_live_unless_pinned(tmp_path):
+    kept = pages(tmp_path, max_bytes=2**20, time_to_live=60)
+    first, second = kept.names(TOKENS), kept.names(TOKENS[::-1])
+    write(kept, first)
+    write(kept, second)
+    assert kept.pin(TOKENS[:15]) == 12
+    kept.memory.trim(0)
+    old = time.time_ns() - 61 * 10**9
+    for index in range(10):
+        for names in (first, second):
+            os.utime(tmp_path / kept._file(names[index]), ns=(old, old))
+    assert [kept.touch(name, time.time_ns(), index) for index, name in enumerate(first)] == [True] * 3 + [False] * 7
+    assert held(kept, first[:3]) == [True] * 3
+    assert len(list(tmp_path.glob("*.safetensors"))) == 13
+    pages(tmp_path, time_to_live=60)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+    kept.pin(TOKENS, False)
+    assert not list(tmp_path.glob("*.pinned"))
 
 
 def _write_until_killed(directory: Path, seed: int, done) -> None:

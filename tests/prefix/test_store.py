@@ -11,7 +11,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from qkvcache import CompressedCache, PrefixStore, TurboQuantCache, policies
 from qkvcache.formats import resolve
 from qkvcache.layers.snapshot import Snapshot, restore, snapshot
-from qkvcache.prefix import Match
+from qkvcache.prefix import Match, entry, match
 from tests.matrix import COVER, FORMATS, by_layer
 from tests.prefix.made import WORDS, fill, held, keys_and_values, model, random_ids, same
 
@@ -266,6 +266,58 @@ def test_memory_is_bounded_and_what_was_used_longest_ago_goes():
     assert len(kept) == 0 and kept.stats.nbytes == 0
 
 
+def test_entries_that_nobody_uses_for_their_time_to_live_go(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(entry.time, "monotonic", lambda: now[0])
+    prompts = [random_ids(100, seed) for seed in range(3)]
+    kept = store(time_to_live=60)
+    for prompt in prompts[:2]:
+        kept.store(prompt, compressed(prompt))
+    now[0] += 50
+    assert kept.fetch(prompts[0]).kind == "exact"
+    now[0] += 50
+    assert [kept.fetch(prompt).kind for prompt in prompts[:2]] == ["exact", "miss"] and len(kept) == 1
+    now[0] += 61
+    kept.store(prompts[2], compressed(prompts[2]))
+    assert len(kept) == 1 and kept.stats.evicted == 2
+    assert kept.stats.nbytes == kept._memory.entries[0].nbytes
+
+
+def test_a_pinned_entry_outlives_room_age_and_longer_entries(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(entry.time, "monotonic", lambda: now[0])
+    system, chat = random_ids(60), torch.cat([random_ids(60), random_ids(200, 1)])
+    kept = store(time_to_live=60)
+    assert kept.store(chat, compressed(chat))
+    assert kept.pin(system) == 60  # cut from the longer one
+    assert sorted(match.length(one.key) for one in kept._memory.entries) == [60, 260]
+    now[0] += 61
+    assert kept.fetch(chat).length == 60
+    longer = torch.cat([system, random_ids(20, 2)])
+    kept.store(longer, compressed(longer))
+    kept.trim(0)
+    found = kept.fetch(longer)
+    assert len(kept) == 1 and found.length == 60 and kept.stats.nbytes == kept._memory.entries[0].nbytes
+    assert same(found.cache, held(compressed(chat)), 60)
+    kept.unpin(system)
+    assert kept.fetch(longer).length == 60
+    now[0] += 61
+    assert kept.fetch(longer).kind == "miss" and kept.stats.nbytes == 0
+
+
+def test_what_is_not_stored_cannot_be_pinned():
+    kept = store()
+    prompt = random_ids(60)
+    kept.store(prompt, compressed(prompt))
+    with pytest.raises(ValueError, match="these 61 tokens"):
+        kept.pin(torch.cat([prompt, prompt[:1]]))
+    with pytest.raises(ValueError, match="2 rows"):
+        kept.pin(prompt.expand(2, -1))
+    kept.unpin(random_ids(60, 1))
+    kept.trim(0)
+    assert len(kept) == 0
+
+
 @pytest.mark.parametrize(("format", "ratio"), [("int8", 1.9), ("turboquant_4bit_nc", 3.5), ("int4", 3.5), ("nvfp4", 3.5)])
 def test_memory_against_the_models_dtype(format, ratio):
     tokens, layers = 16_384, 4  # of fewer layers, the token ids would be a larger part than they are
@@ -370,6 +422,8 @@ def test_bad_ids(ids, error, says):
         ({"directory": "/dev/null/prefixes"}, ValueError, "/dev/null"),
         ({"directory": 3}, TypeError, "directory"),
         ({"max_disk_bytes": 1e9}, TypeError, "max_disk_bytes must be a number of bytes"),
+        ({"time_to_live": "1h"}, TypeError, "time_to_live"),
+        ({"time_to_live": 0}, ValueError, "time_to_live=0"),
         ({"dense": "no"}, TypeError, "dense"),
         ({"identity": 3}, TypeError, "identity"),
         ({"tokenizer": "gpt2"}, TypeError, "tokenizer"),

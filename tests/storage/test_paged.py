@@ -196,6 +196,28 @@ def test_selected_rows_are_shared_until_they_are_written():
     assert [len(set(column)) for column in tokens.numbers.T.tolist()] == [2, 2, 2, 5]
 
 
+def test_rows_know_what_they_share():
+    tokens = filled("fp8", 200, rows=1)
+    assert tokens.branches() == (1, 0)
+    tokens.select([0] * 4)
+    assert tokens.branches() == (4, 192)  # in full pages
+    tokens.append(both(torch.randn(4, HEADS, 300, DIM)))
+    assert tokens.branches() == (4, 192)
+    tokens.select([0, 0, 2, 2])  # pairs share more
+    assert tokens.branches() == (2, 448)
+    tokens.select([0, 0, 2, 2, 3])  # which are no groups of one size
+    assert tokens.branches() == (5, 192)
+    tokens.truncate(100)
+    assert tokens.branches() == (5, 64)
+    tokens.append(both(torch.randn(5, HEADS, 100, DIM)))
+    assert tokens.branches() == (5, 64)
+    two = filled("fp8", 200)
+    two.select([0, 0, 1, 1])
+    assert two.branches() == (2, 192)
+    two.select([0, 2, 1, 3])  # which are not next to each other
+    assert two.branches()[1] == 0
+
+
 def test_tensors_have_the_bytes_of_all_slabs(layout):
     for name in CODECS:
         tokens = filled(name, 100, 100)

@@ -1,0 +1,155 @@
+"""Attention of rows that share their first tokens, as branches of a prompt do, on one GPU.
+
+    python eval/bench_branches.py [--check] [--quick]  measure, print a table, write eval/results/branches.jsonl
+    python eval/bench_branches.py --tune           launches over the shared tokens; writes nothing
+    python eval/bench_branches.py --markdown       the table of the documentation, from the rows: needs no GPU
+
+A decode step of one layer of the 8B shape (32/8 heads, head_dim 128), GPU time by replays of a CUDA graph over two payloads in turn.
+Each row has 512 quantized tokens of its own after the shared ones, and 4 + 96 exact tokens. Ratios: time of rows that have all their tokens
+to themselves / time of rows that share; torch's best bf16 attention over rows of their own / the same. Floor: the bytes of rows of their
+own / the bytes of the shared tokens once and of each row's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from bench_kernels import KNOWN, attend_us, bf16, code_bytes, filled, payloads, sdpa_us
+from harness import Table, parser_of, replace_rows, run_or_show
+
+from qkvcache.kernels import fused
+from qkvcache.kernels import pages as reference
+from qkvcache.storage import attention_inputs_of
+
+FORMATS = ("turboquant_4bit_nc", "int8")
+BRANCHES, SHARED = (2, 4, 8, 16), (2048, 8192, 32768)
+CHECKED = ((8, 1, 1), (3, 2, 3), (16, 1, 1))  # rows that share, groups of these, queries
+OWN, ZONES = 512, (4, 96)
+QUERY_HEADS, HEADS, DIM = 32, 8, 128
+TUNED = (*(fused.Launch(64, 3, None, programs, 2, rows) for rows in (16, 32) for programs in (2, 4, 8)), *fused.TILES)
+
+
+def branched(name: str, branches: int, shared: int, own: int = OWN, rows: int = 1) -> list:
+    """Two payloads of `rows` groups of rows that share tokens."""
+    found = []
+    for _ in range(2):
+        pages = filled(name, rows, HEADS, shared, DIM)
+        pages.select([row for row in range(rows) for _ in range(branches)])
+        pages.append((bf16(rows * branches, HEADS, own, DIM), bf16(rows * branches, HEADS, own, DIM)))
+        first, recent = ((bf16(rows * branches, HEADS, n, DIM), bf16(rows * branches, HEADS, n, DIM)) for n in ZONES)
+        inputs = attention_inputs_of(first, pages, recent)
+        count, tokens = pages.branches()
+        assert (count, tokens) == (branches, shared)
+        inputs.paged = inputs.paged.twin(branches=count, shared=tokens, held={})
+        found.append(inputs)
+    return found
+
+
+def alone(sets: list) -> list:
+    """The same payloads, each row of which reads all its tokens."""
+    twins = []
+    for inputs in sets:
+        twin = object.__new__(type(inputs))
+        twin.__dict__ |= inputs.__dict__ | {"paged": inputs.paged.twin(branches=1, shared=0, held={})}
+        twins.append(twin)
+    return twins
+
+
+def worst(name: str) -> float:
+    """The greatest relative error of several shapes against the torch reference in fp32."""
+    errors = []
+    for branches, rows, queries in CHECKED:
+        inputs = branched(name, branches, 2048, 200, rows)[0].paged
+        query = bf16(rows * branches, queries, QUERY_HEADS, DIM).transpose(1, 2)
+        for mask in (None, torch.rand(rows * branches, 1, 1, sum(inputs.slots), device="cuda") < 0.8):
+            assert fused.cascades(query, inputs, None, {})
+            given: dict[str, Any] = {"causal": queries > 1}
+            out, lse, _ = fused.attend_pages(query, inputs, mask, **given)
+            wanted, wanted_lse, _ = reference.attend_pages(query.float(), inputs, mask, **given)
+            errors.append(max(((out.float() - wanted).norm() / wanted.norm()).item(), (lse - wanted_lse).abs().max().item()))
+    return max(errors)
+
+
+def tune(names: list[str]) -> None:
+    chosen = fused._in_tiles
+    for name, branches, shared in itertools.product(names, BRANCHES, SHARED[1:]):
+        sets, query = branched(name, branches, shared), bf16(branches, QUERY_HEADS, 1, DIM)
+        times = []
+        for launch in TUNED:
+            if launch.rows > 2 * branches * QUERY_HEADS // HEADS:
+                continue
+            fused._in_tiles = lambda *_, launch=launch: launch
+            try:
+                times.append((attend_us(query, sets), launch))
+            except Exception as failure:
+                print(f"{name} {launch}: {str(failure)[:100]}", file=sys.stderr)
+        fused._in_tiles = chosen
+        present = attend_us(query, alone(sets))
+        found = [f"{us:.0f} {(x.rows, x.programs, x.many)}" for us, x in sorted(times, key=lambda found: found[0])]
+        print(f"{name} {branches}x{shared}: each row alone {present:.0f} us; {', '.join(found)}", flush=True)
+
+
+@torch.no_grad()
+def run(args: Namespace) -> None:
+    least, fused.LEAST_SPARED = fused.LEAST_SPARED, 1
+    for name in args.formats if args.check else ():
+        print(f"{name}: largest error {worst(name):.1e}", flush=True)
+    if args.tune:
+        tune(args.formats)
+        raise SystemExit
+    fused.LEAST_SPARED = least
+    device = torch.cuda.get_device_name()
+    for name, shared, branches in itertools.product(args.formats, SHARED[-1:] if args.quick else SHARED, BRANCHES):
+        query, sets = bf16(branches, QUERY_HEADS, 1, DIM), branched(name, branches, shared)
+        us, pages_us, once = attend_us(query, sets), attend_us(query, alone(sets)), fused.cascades(query, sets[0].paged, None, {})
+        del sets
+        own_us = attend_us(query, payloads(name, branches, HEADS, shared + OWN, DIM, ZONES))
+        base, backend = sdpa_us(branches, QUERY_HEADS, HEADS, shared + OWN, DIM)
+        exact = branches * HEADS * sum(ZONES) * DIM * 4
+        sizes = [code_bytes(name, rows, HEADS, tokens, DIM) for rows, tokens in ((1, shared), (branches, OWN), (branches, shared + OWN))]
+        row = {
+            "format": name, "branches": branches, "shared": shared, "own": OWN, "us": round(us, 2), "same_pages_us": round(pages_us, 2),
+            "own_us": round(own_us, 2), "sdpa_us": round(base, 1), "sdpa": backend, "ratio": round(own_us / us, 3),
+            "of_sdpa": round(base / us, 3), "floor": round((sizes[2] + exact) / (sizes[0] + sizes[1] + exact), 2), "read_once": once,
+            "device": device,
+        }  # fmt: skip
+        print(row, flush=True)
+        replace_rows(args.out, "branches", [row], "device", "format", "branches", "shared")
+
+
+def tables(rows: list[dict]) -> Iterator[Table]:
+    for device in dict.fromkeys(row["device"] for row in rows):
+        mine = {(row["format"], row["branches"], row["shared"]): row for row in rows if row["device"] == device}
+        lines = []
+        for name, branches in dict.fromkeys(key[:2] for key in mine):
+            found = [mine.get((name, branches, n)) for n in SHARED]
+            cells = [
+                f"{row['us']:,.0f}{'' if row['read_once'] else '*'} / {row['ratio']:.2f} / {row['of_sdpa']:.1f} / {row['floor']:.1f}"
+                if row
+                else "-"
+                for row in found
+            ]
+            lines.append([f"`{name}`", str(branches), *cells])
+        yield Table(
+            ["format", "rows", *(f"{n:,} shared" for n in SHARED)],
+            lines,
+            f"{device}: us (* each row reads its tokens) / ratio / to SDPA / floor",
+        )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__, "branches")
+    parser.add_argument("--formats", nargs="+", choices=list(KNOWN), default=list(FORMATS), metavar="A,B")
+    parser.add_argument("--check", action="store_true", help="compare with the reference first")
+    parser.add_argument("--quick", action="store_true", help="32,768 shared tokens alone")
+    parser.add_argument("--tune", action="store_true", help="launches over the shared tokens; writes nothing")
+    run_or_show(parser, parser.parse_args(arguments), run, "branches", tables)
+
+
+if __name__ == "__main__":
+    main()
