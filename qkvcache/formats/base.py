@@ -43,11 +43,11 @@ class Buffer:
         return (self.dtype or model_dtype).itemsize * self.width
 
 
-AT_ONCE = {"e4m3": 2, "e5m2": 2, "int4": 4, "int4_halves": 4, "lut4": 4, "int2": 4, "int3": 16, "lut3": 16, "lut2": 8}
+AT_ONCE = {"e4m3": 2, "e5m2": 2, "int4": 4, "int4_halves": 4, "lut4": 4, "int2": 8, "int3": 16, "lut3": 16}
 """Channels that the torch operations of a codec read at a time, by `PackedLayout.kind`; others read one."""
 BITS = {
     "half": 16, "int8": 8, "uint8": 8, "e4m3": 8, "e5m2": 8, "int4": 4, "int4_halves": 4, "lut4": 4, "e2m1": 4, "int3": 3, "lut3": 3,
-    "lut2": 2, "int2": 2,
+    "int2": 2,
 }  # fmt: skip
 """Bits of a code, by `PackedLayout.kind`."""
 HIGH_BITS = {"int4_halves": 2, "lut4": 2, "int3": 1, "lut3": 1}
@@ -61,8 +61,8 @@ class PackedLayout:
 
     kind      half: codes are numbers in the model's dtype
               int8, uint8, e4m3, e5m2: a byte each
-              int4, int4_halves, int3: unsigned integers; lut4, lut3, lut2: indices of the Lloyd-Max levels of `codebooks.py`; int2: the
-              upper two bits of int4_halves (with `pair`) or of lut4, read alone; e2m1: as in `nvfp4.py`
+              int4, int4_halves, int3: unsigned integers; lut4, lut3: indices of the Lloyd-Max levels of `codebooks.py`; int2: even
+              steps: the upper two bits of int4_halves (with `pair`) or of lut4, read alone, or codes of 2 bits; e2m1: as in `nvfp4.py`
               `packing.py` says in which order channels lie in words
     scale     none
               fp32, fp16: one for each token

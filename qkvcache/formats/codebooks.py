@@ -4,8 +4,8 @@ A rotation spreads a vector evenly: each coordinate of a Hadamard-rotated unit v
 so about N(0, 1/D) whatever the vector was. Times sqrt(D), these levels suit every head of every model, and no calibration is needed. (The
 exact law of a coordinate on the sphere would save 0.1 % of the error at D = 128, 0.4 % at 64.)
 
-Formats store the nearest points of a grid (`GRID`), so that a kernel can look levels up as bytes. That costs .7 % of the error at 4
-bits, .002 % at 3 and nothing at 2.
+Formats store the nearest points of a grid (`GRID`), so that a kernel can look levels up as bytes, or compute them at 2 bits. That costs
+.6 % of the error at 4 bits, .002 % at 3 and 1.2 % at 2.
 
 `eval/derive_codebooks.py` derives the constants; with `--check` it compares them with these. Distortion: .1175, .03455, .009501.
 """
@@ -36,12 +36,18 @@ LLOYD_MAX: dict[int, tuple[float, ...]] = {
 """Bits to levels, ascending: a code is an index into them."""
 
 
+UPPER: int = 21
+"""The distance of the levels that the upper two bits of a code of 4 bits stand for, in steps of `GRID`. The means of the four levels of
+each are nearly evenly spaced; levels that are need no table."""
+
+
 GRID: dict[int, tuple[float, tuple[int, ...]]] = {
-    2: (0.0127474, (35, 118)),
+    2: (UPPER * 0.0511193, (0, 1)),
     3: (0.0196437, (12, 38, 68, 109)),
     4: (0.0511193, (2, 7, 12, 18, 24, 31, 40, 53)),
 }
-"""Bits to a step and the positive levels in steps, less one half: level = (n + 1/2) * step. Below 64 at 4 bits, below 128 at 3 and 2."""
+"""Bits to a step and the positive levels in steps, less one half: level = (n + 1/2) * step. Below 64 at 4 bits, below 128 at 3. Those of 2
+bits are evenly spaced, so that no table is needed; their step, which scales make up for, is that of the upper halves of 4 bits."""
 
 
 @functools.cache
@@ -54,11 +60,6 @@ def grid_levels(bits: int) -> tuple[float, ...]:
 def grid_steps(counts: tuple[int, ...]) -> tuple[int, ...]:
     """Levels in steps less one half, ascending, of the positive ones."""
     return *(-1 - n for n in reversed(counts)), *counts
-
-
-UPPER: int = 21
-"""The distance of the levels that the upper two bits of a code of 4 bits stand for, in steps of `GRID`. The means of the four levels of
-each are nearly evenly spaced; levels that are need no table."""
 
 
 UPPER_EVEN: float = 4.0

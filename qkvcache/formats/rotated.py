@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .base import Buffer, Codec, Codes, PackedLayout, QuantizedValues
-from .codebooks import GRID, UPPER, grid_levels, grid_steps, midpoints
+from .codebooks import GRID, grid_levels, grid_steps, midpoints
 from .packing import code_buffers, lookup, pack, plane_names, rank
 from .rotation import Hadamard, exact_dtype, number_of
 
@@ -35,7 +35,7 @@ class Rotated(Codec):
     @property
     def packed_layout(self) -> PackedLayout:
         planes = (*plane_names(self.bits, self._halves), "scale")
-        return PackedLayout(f"lut{self.bits}", "fp16", planes=planes, rotation=number_of(self.rotation))
+        return PackedLayout("int2" if self.bits == 2 else f"lut{self.bits}", "fp16", planes=planes, rotation=number_of(self.rotation))
 
     def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
         return (*code_buffers(self.bits, head_dim, self._halves), Buffer("scale", torch.float16, 1, "scales"))
@@ -48,17 +48,18 @@ class Rotated(Codec):
         return codes | {"scale": (norm / _norm(levels)).half()}
 
     def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
-        step, counts = GRID[self.bits]
-        return _in_steps(lookup(codes, self.bits, grid_steps(counts), self._halves), codes["scale"].float() * step)
+        return _in_steps(codes, self.bits, self._halves)
 
     def unpack_upper(self, codes: Codes, head_dim: int) -> QuantizedValues:
-        """`unpack` of the upper halves, to evenly spaced levels (`codebooks.UPPER`). Scores have about the error of `Rotated(2)`."""
-        return _in_steps(lookup({"codes": codes["high"]}, 2, grid_steps((0, 1))), codes["scale"].float() * (UPPER * GRID[4][0]))
+        """`unpack` of the upper halves, to the levels of 2 bits. Scores have about the error of `Rotated(2)`."""
+        return _in_steps({"codes": codes["high"], "scale": codes["scale"]}, 2)
 
 
-def _in_steps(levels: Tensor, scale: Tensor) -> QuantizedValues:
-    """Levels of `grid_steps`, int8, as quantized values with steps of `scale`."""
-    return QuantizedValues(levels, scale, scale / 2)
+def _in_steps(codes: Codes, bits: int, halves: bool = False) -> QuantizedValues:
+    """Codes as levels of `grid_steps`, int8, with the scale of a step."""
+    step, counts = GRID[bits]
+    scale = codes["scale"].float() * step
+    return QuantizedValues(lookup(codes, bits, grid_steps(counts), halves), scale, scale / 2)
 
 
 def _norm(x: Tensor) -> Tensor:

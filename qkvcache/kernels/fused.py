@@ -37,7 +37,8 @@ class Launch:
 
 
 LAUNCHES = {
-    **{kinds: Launch(stages=3) for kinds in (("lut4", "int4"), ("lut4", "int4_halves"), ("int2", "int2"))},
+    **{("lut4", kind): Launch(stages=3) for kind in ("int4", "int4_halves", "lut4")},
+    ("int2", "int2"): Launch(stages=3),
     ("int8", "int4"): Launch(64, 3, None, 24),
     **{(kind, kind): Launch(64, 3, None) for kind in ("half", "int8", "uint8", "e4m3", "e5m2")},
 }

@@ -22,7 +22,7 @@ import triton.language as tl
 from .triton_attend import LOG2E, _capped, _exact_columns, _hides, _tiles_of_split, entry_of, head_of, page_of, rows_of_part
 from .triton_math import MASKED_SCORE, exp2
 from .triton_scales import group_scales, scaled, token_scale
-from .triton_unpack import offset_of, unit_of, unpack
+from .triton_unpack import offset_of, plane_offset, unit_of, unpack
 
 LARGEST_ZERO = tl.constexpr(64.0)
 """The largest zero points of a split, in multiples of its largest scale."""
@@ -196,12 +196,18 @@ def _tile(X: tl.constexpr, D: tl.constexpr, stored, norm, ARCH: tl.constexpr):
         return _interleaved(tiles, T, WORDS, PER)
     else:
         scale, zero = stored[2 if X.high else 1]
+        offset = offset_of(X)
+        if X.kind == "int2":  # whose planes have offsets of their own
+            levels = ()
+            for i in tl.static_range(PER):
+                levels = levels + ((planes[i] - offset_of(X) * plane_offset(X, i)).to(tl.float16),)
+            planes, offset = levels, 0.0
         inverse_norm = 1.0 / norm
         factor = (scale * (_power(X) * inverse_norm)).to(tl.float16)
         if X.scale == "pair":
-            start = zero * inverse_norm - offset_of(X) * factor.to(tl.float32)
+            start = zero * inverse_norm - offset * factor.to(tl.float32)
         else:
-            start = factor.to(tl.float32) * -(offset_of(X) + zero)
+            start = factor.to(tl.float32) * -(offset + zero)
         factor = tl.broadcast_to(factor[:, None], [T, D])
         start = tl.broadcast_to(start.to(tl.float16)[:, None], [T, D])
         return tl.fma(_interleaved(planes, T, WORDS, PER), factor, start)

@@ -49,7 +49,7 @@ COMBINATIONS = {
     ("int4", "hidden"),
     ("int4", "group"),
     ("e2m1", "block"),
-    *((f"lut{bits}", "fp16") for bits in (2, 3, 4)),
+    *((kind, "fp16") for kind in ("int2", "lut3", "lut4")),
 }
 """Kinds of codes and of scales that kernels quantize and dequantize."""
 

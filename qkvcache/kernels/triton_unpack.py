@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 
 from ..formats.base import PackedLayout
-from ..formats.codebooks import GRID, UPPER, UPPER_EVEN, grid_levels
+from ..formats.codebooks import GRID, UPPER_EVEN, grid_levels
 
 _TINY = 2.0**-24
 """The fp16 number whose lowest bit alone is 1: bytes of tables are read as subnormal numbers, which adds no offset."""
 
-_HALF = {2: 128, 3: 128, 4: 64}
+_HALF = {3: 128, 4: 64}
 """Steps by which levels are moved to be positive."""
 
 
@@ -30,7 +30,7 @@ def _table(bits: int, levels: tuple[float, ...]) -> tuple[int, ...]:
     return tuple(int.from_bytes(entries[at : at + 4], "little") for at in range(0, len(entries), 4))
 
 
-_GRIDS = {"lut2": 2, "lut3": 3, "lut4": 4}
+_GRIDS = {"lut3": 3, "lut4": 4}
 """The grid that Lloyd-Max levels lie on, by kind, as its bits."""
 
 
@@ -40,7 +40,7 @@ def unit_of(layout: PackedLayout) -> float:
     if layout.kind == "e2m1":
         return 2.0**8  # times 2^6, which scales are kept small by
     if layout.kind == "int2":
-        return UPPER_EVEN if layout.scale == "pair" else UPPER * GRID[4][0]
+        return UPPER_EVEN if layout.scale == "pair" else GRID[2][0]
     return GRID[_GRIDS[layout.kind]][0] / _TINY if layout.kind in _GRIDS else 1.0
 
 
@@ -62,10 +62,9 @@ def plane_offset(layout: PackedLayout, plane: int) -> float:
     return 2.0 ** (10 - _PLACES2.value[plane]) + (1.5 - 7.5 / UPPER_EVEN if layout.scale == "pair" else 1.5)
 
 
-_LUT2, _LUT3, _LUT4 = (_table(bits, grid_levels(bits)) for bits in (2, 3, 4))
+_LUT3, _LUT4 = (_table(bits, grid_levels(bits)) for bits in (3, 4))
 _LUT4_EXCHANGED = _table(4, tuple(grid_levels(4)[(code & 3) << 2 | code >> 2] for code in range(16)))
 """The table for codes with halves exchanged."""
-_LUT2_0 = tl.constexpr(_LUT2[0])
 _LUT3_0, _LUT3_1 = map(tl.constexpr, _LUT3)
 _LUT4_0, _LUT4_1, _LUT4_2, _LUT4_3 = map(tl.constexpr, _LUT4)
 
@@ -198,11 +197,6 @@ _ASM["lut3"] = (
     + _read_both(_read("and.b32 {0}, {0}, 0x77777777; prmt.b32 {0}, {0}, 0, 0x3120", "t", _LUT3[1]))
     + "}"
 )
-_ASM["lut2"] = (
-    "{ .reg .b32 e, o, x; prmt.b32 e, $8, 0, 0x3120; shr.u32 o, e, 2;"
-    + _read_both(_read("lop3.b32 {0}, {0}, 0x33333333, 0x44444444, 0xea", "0", _LUT2[0]))
-    + "}"
-)
 _PLACES2 = tl.constexpr((6, 8, 4, 6, 8, 4, 6, 8))
 """The bit of the mantissa at which the two bits of each channel are read, those of the first two and of the last three after a shift by
 six. A number `n` from bit `p` on reads 2^(10 - p) + n, under the exponent 25 - p: up to 67, since sums lose bits to larger ones."""
@@ -288,7 +282,7 @@ def unpack(KIND: tl.constexpr, w, h, shift, ARCH: tl.constexpr):
     half    the numbers        e4m3, e5m2, int8, uint8   their values       e2m1   2^-14 of the value
     int4, int4_halves   16 + n   int3   8 + n
     int2    2^(10 - p) + n, `_PLACES2`
-    lut4, lut3, lut2   2^-24 of the level in steps, moved to be positive
+    lut4, lut3   2^-24 of the level in steps, moved to be positive
     """
     if KIND == "half":
         return (w,)
@@ -334,9 +328,6 @@ def _plain(KIND: tl.constexpr, w, h, shift):
                 p = p + (_bits(tl.where(n < 8, _entry(_LUT4_0, _LUT4_1, n & 7), _entry(_LUT4_2, _LUT4_3, n & 7))),)
             else:
                 p = p + (_bits(n << 6 | 0x4C00),)
-    elif KIND == "lut2":
-        for i in tl.static_range(8):
-            p = p + (_bits(_entry(_LUT2_0, _LUT2_0, x >> (2 * i) & 3)),)
     elif KIND == "int2":
         for i in tl.static_range(8):
             p = p + (((x >> (2 * i) & 3) + (1 << (10 - _PLACES2[i]))).to(tl.float16),)
