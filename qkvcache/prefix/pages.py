@@ -20,7 +20,7 @@ from .disk import SUFFIX, DiskStore
 from .entry import MemoryStore
 from .host_memory import Blocks, HostSnapshot
 
-VERSION = 1
+VERSION = 2
 """The version of the bytes of a page, which is a part of its name."""
 LATER_NS = 1000
 """Each page of a prompt counts as used by so much earlier than the one before it: without its first pages, the others
