@@ -52,7 +52,7 @@ def matmul_levels(a: Tensor, levels: Tensor, transposed: bool = False) -> Tensor
     pairs = zip(parts, levels.expand(batch, heads, -1, -1).contiguous().flatten(0, 1), strict=True)
     if transposed:  # with few columns, oneDNN is faster than with few rows
         products = torch.stack([torch._int_mm(matrix, part.mT) for part, matrix in pairs]).float() @ _weights_of_bytes(rows)
-        return products.mT.unflatten(0, (batch, heads)) * step
+        return products.mT.contiguous().unflatten(0, (batch, heads)) * step
     products = torch.stack([torch._int_mm(part, matrix) for part, matrix in pairs]).float()
     return (_weights_of_bytes(rows).mT @ products).unflatten(0, (batch, heads)) * step
 
