@@ -61,7 +61,7 @@ def matmul_levels(a: Tensor, levels: Tensor, transposed: bool = False) -> Tensor
 @torch.inference_mode(False)
 def _weights_of_bytes(rows: int) -> Tensor:
     """fp32 `[3 * rows, rows]`, by which the products of bytes are added."""
-    return torch.cat([torch.eye(rows) * 256**i for i in range(3)])
+    return torch.cat([torch.eye(rows, dtype=torch.float32) * 256**i for i in range(3)])
 
 
 def _by_bytes(a: Tensor) -> bool:
@@ -72,4 +72,4 @@ def _by_bytes(a: Tensor) -> bool:
 @functools.cache
 def _multiplies_bytes() -> bool:
     """Whether the CPU has instructions that sum products of bytes in 32 bits. Without them, oneDNN's sums of two products saturate."""
-    return torch.cpu._is_vnni_supported() and torch.backends.mkldnn.is_available()
+    return bool(torch.cpu._is_vnni_supported() and torch.backends.mkldnn.is_available())
