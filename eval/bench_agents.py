@@ -136,13 +136,13 @@ def serve(manager: Any, load: Load, users: int, fill: float, seconds: float) -> 
                 send(agent.history + load.tokens(ADDED), None, first=False)
             send(agent.history, agent, first=agent.turn == 0)
     elapsed = time.perf_counter() - start
-    found = [turn for turn in turns if turn.done >= start]
-    later = [turn.ttft for turn in found if not turn.first and turn.sent >= start]
-    first = [turn.ttft for turn in found if turn.first]
+    answered = sum(turn.done >= start for turn in turns)
+    found = [turn for turn in turns if turn.sent >= start]  # others began before all had their pages
+    later, first = ([turn.ttft for turn in found if turn.first == wanted] for wanted in (False, True))
     prompts, held = sum(turn.tokens for turn in found), sum(turn.reused for turn in found)
     return {
-        "turns_s": len(found) / elapsed, "sessions_s": len(found) / elapsed / load.turns, "computed_s": (prompts - held) / elapsed,
-        "reused": held / max(prompts, 1), "prompt": prompts / max(len(found), 1), "answered": len(found),
+        "turns_s": answered / elapsed, "sessions_s": answered / elapsed / load.turns, "computed_s": (prompts - held) / elapsed,
+        "reused": held / max(prompts, 1), "prompt": prompts / max(len(found), 1), "answered": answered,
         "ttft_first": quantile(first, 0.5), "ttft_later": quantile(later, 0.5), "ttft_later_p95": quantile(later, 0.95),
         "seconds": elapsed, "fill_s": start - begin, "running": len(manager.batch_processor.scheduler.active_requests),
         "pool_tokens": max(held.tokens_per_page * held.num_blocks for held in cache.cache_allocators.values()),

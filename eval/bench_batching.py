@@ -61,9 +61,10 @@ class Cell:
     prompts: tuple[int, int]
     outputs: tuple[int, int]
     pool_gib: float | None
+    compiled: bool = False
 
     def __str__(self) -> str:
-        pool = "" if self.pool_gib is None else f", a pool of {self.pool_gib:g} GiB"
+        pool = ("" if self.pool_gib is None else f", a pool of {self.pool_gib:g} GiB") + ", compiled" * self.compiled
         lengths = f"prompts {self.prompts[0]} to {self.prompts[1]}, outputs {self.outputs[0]} to {self.outputs[1]}"
         return f"{self.cache}, {self.users} users, {self.layers} layers, {lengths}{pool}"
 
@@ -122,7 +123,7 @@ class Bench:
             blocks = max(int(cell.pool_gib * 2**30 - requests * sizes.bytes_per_ring) // sizes.bytes_per_page, 1)
         return ContinuousBatchingConfig(
             page_size=PAGE, num_blocks=blocks, max_batch_tokens=self.batch_tokens(cell), max_requests_per_batch=requests,
-            auto_switch_to_flash=False,
+            auto_switch_to_flash=False, default_compile_level=int(cell.compiled),
         )  # fmt: skip
 
     @staticmethod
@@ -258,7 +259,7 @@ def quantile(values: list[float], share: float) -> float:
 def cells(args: argparse.Namespace) -> Iterator[Cell]:
     """The most telling first. Stock with many users is the last: it attends to the tokens of all requests under one mask."""
     found = [
-        Cell(cache, users, args.layers, tuple(args.prompts), tuple(args.outputs), args.pool_gib)
+        Cell(cache, users, args.layers, tuple(args.prompts), tuple(args.outputs), args.pool_gib, args.compile and cache != STOCK)
         for users in args.users
         for cache in args.caches
     ]
@@ -282,10 +283,12 @@ def settings(rows: list[dict]) -> Iterator[tuple[str, list[dict]]]:
     same = ("device", "layers", "prompts", "outputs", "pool_gib")
     groups: dict[str, list[dict]] = {}
     for row in rows:
-        groups.setdefault(str([row[name] for name in same]), []).append(row)
+        groups.setdefault(str([*(row[name] for name in same), row.get("compiled", False)]), []).append(row)
     for group in groups.values():
         first = group[0]
-        pool = "" if first["pool_gib"] is None else f", a pool of {first['pool_gib']:g} GiB"
+        pool = ("" if first["pool_gib"] is None else f", a pool of {first['pool_gib']:g} GiB") + ", compiled layers" * first.get(
+            "compiled", False
+        )
         prompts, outputs = (" to ".join(f"{limit:,}" for limit in first[name]) for name in ("prompts", "outputs"))
         yield f"{first['device']}, {first['layers']} layers, prompts of {prompts} tokens, answers of {outputs}{pool}", group
 
@@ -338,6 +341,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompts", nargs=2, type=at_least(1), metavar="TOKENS", help="shortest and longest; by default 256 32768")
     parser.add_argument("--outputs", nargs=2, type=at_least(1), metavar="TOKENS", help="shortest and longest; by default 64 1024")
     parser.add_argument("--pool-gib", type=float, help="the same pool for every cache")
+    parser.add_argument("--compile", action="store_true", help="decoder layers (default_compile_level=1), but of stock")
     parser.add_argument("--fill", type=float, help="the longest wait for the first tokens, in seconds; by default 20")
     parser.add_argument("--seconds", type=float, help="that a cell is measured; by default 20")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -1,6 +1,6 @@
 """Tables and pictures of studies that are concluded: the pages say what they found, their rows are in eval/results.
 
-    python eval/concluded.py keys | calibrated | frozen | zones | long_answers | peers                      the table, as markdown
+    python eval/concluded.py keys | calibrated | frozen | zones | long_answers | peers | prompt_steps       the table, as markdown
     python eval/concluded.py formats | calibrated | sinks | budgets | combined | long_answers --plot        the picture
 
 The scripts that measured them are in the history: `git show fe5230e:eval/keys.py`, and likewise calibrated.py, formats.py, eviction.py,
@@ -59,6 +59,30 @@ def calibrated() -> Iterator[Table]:
         said += "".join(f"; prompt {row['context']:,} on {row['device']}" for row in others)
         headers = [NAMES[model], "bytes", *(f"{ZONES[zones]}, prompt {context:,}" for zones, context in places)]
         yield Table(headers, lines, caption=f"{said}.", rule=("---",))
+
+
+def prompt_steps() -> Iterator[Table]:
+    """Where the time of a step with prompts goes, and tokens of prompts a second."""
+    rows = rows_of("prompt_steps", "prompt step")
+    names = ("step_ms", "linear_ms", "attention_ms", "elementwise_ms", "pages_ms", "launch_ms")
+    lines = [[row["case"], row["layers_are"], *(f"{row[name]:.1f}" for name in names)] for row in rows]
+    headers = ["tokens", "layers", "step", "linear", "attention", "norms, rotations, activations", "pages", "host"]
+    yield Table(
+        headers,
+        lines,
+        "Milliseconds of a step of 8 layers, of the GPU by kind, and of the host until all is launched:",
+        rule=("---", "---"),
+    )
+    lines = [
+        [row["case"], f"`{row['cache']}`", row["layers_are"], f"{row['tokens_s_32_layers']:,}"]
+        for row in rows_of("prompt_steps", "prompt tokens")
+    ]
+    yield Table(
+        ["prompts", "cache", "layers", "tokens/s"],
+        lines,
+        "Tokens of prompts a second, a quarter of those of 8 layers:",
+        rule=("---", "---", "---"),
+    )
 
 
 def frozen() -> Iterator[Table]:
@@ -157,7 +181,8 @@ def times(kls: list[float], base: list[float]) -> str:
 
 
 TABLES: dict[str, Callable[[], Iterator[Table]]] = {
-    "keys": keys, "calibrated": calibrated, "frozen": frozen, "zones": zones, "long_answers": long_answers, "peers": peers
+    "keys": keys, "calibrated": calibrated, "frozen": frozen, "zones": zones, "long_answers": long_answers, "peers": peers,
+    "prompt_steps": prompt_steps,
 }  # fmt: skip
 
 

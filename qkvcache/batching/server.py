@@ -197,6 +197,7 @@ class Server(Serve):
             if self.options_by_batch:
                 config = state._cb_config = state._cb_config or ContinuousBatchingConfig()
                 config.per_request_processors = True
+                config.default_compile_level = config.default_compile_level or int(state._compile)
                 # Uses the model's own generation config: transformers would use the first request's for all.
                 state.get_manager(name, use_cb=True).init_cb(model, copy.deepcopy(model.generation_config))
             else:

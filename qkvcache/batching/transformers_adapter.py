@@ -22,6 +22,7 @@ import transformers
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..formats import Format
@@ -715,6 +716,12 @@ class BatchInputs(ContinuousBatchingIOs):
     def _get_graph_key(self) -> tuple[int, ...]:
         return (*super()._get_graph_key(), self.cache.store.reads_few, *getattr(self.logit_processor, "needed", ()))
 
+    def get_model_kwargs(self, use_padding: bool = False) -> Any:
+        """The arguments of the model as in transformers, without those that compressed pages do not read: compiled layers
+        would check them in each call."""
+        unread = ("write_index", "read_index", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q")
+        return {name: x for name, x in super().get_model_kwargs(use_padding).items() if name not in unread}
+
     def prepare_batch_tensors(
         self,
         requests_in_batch: list[FutureRequestState],
@@ -757,6 +764,10 @@ class CompressedProcessor(ContinuousBatchProcessor):
             self.do_sample = self.model_runner.do_sample = False  # the logits processors draw the tokens
 
     def prepare_next_batch(self) -> bool:
+        """Prepares a batch as transformers does, but not before the GPU has half of a running batch with prompts behind
+        it: requests that arrive until then are in the next batch, not in the one after it."""
+        if (halfway := self.cache.store.halfway) is not None:
+            halfway.synchronize()
         self.cache.release_copied()
         while True:
             try:
@@ -782,6 +793,11 @@ class CompressedProcessor(ContinuousBatchProcessor):
 
 
 # The manager.
+
+
+def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers of a model. They are compiled one by one: they share their code, and only attention divides it."""
+    return [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
 
 
 class CompressedManager(ContinuousBatchingManager):
@@ -810,12 +826,16 @@ class CompressedManager(ContinuousBatchingManager):
         config.use_cuda_graph = (False, graphs)
         if asked.use_async_batching is None:
             config.use_async_batching = graphs
+        compiling, config.varlen_compile_config, config.decode_compile_config = config.varlen_compile_config, None, None
         if asked.per_request_processors:
             if asked.return_logprobs:
                 raise NotImplementedError("return_logprobs with per_request_processors: they would be those of the noise")
             self.logit_processor: ContinuousBatchingLogitsProcessorList = Sampling(generation_config)
             if asked.max_memory_percent is None and on_cuda:
                 config.max_memory_percent = 0.8  # transformers' share where logits are processed
+        if compiling is not None:
+            for layer in decoder_layers(model):
+                layer.compile(**compiling.to_dict())
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention)
@@ -845,6 +865,8 @@ class CompressedManager(ContinuousBatchingManager):
             self.cache.sessions.close()
         self.destroy()
         self.batch_processor = None
+        for layer in decoder_layers(self.model):  # type: ignore[arg-type]
+            layer._compiled_call_impl = None
 
     def add_request(
         self,

@@ -11,6 +11,7 @@ SAID = {
     "frozen": "| demo | `hadaquant_k3v3` | .024 ± .005 |",
     "long_answers": "| int8 | 1000 (766 to 1000) | 81 ± 10 % | 75 ± 11 % |",
     "peers": '| `QuantizedCache("hqq", nbits=4)` | 0 + 64 | 6,480 | 3.56x | 1 | .080 | 21 |',
+    "prompt_steps": "| 8,192 after 24,576 | compiled | 141.2 | 36.5 | 93.9 | 4.5 | 1.9 | 16.0 |",
     "zones": "| `turboquant_4bit_nc_uncentered` | .094 | .091 | .0077 |",
 }
 
