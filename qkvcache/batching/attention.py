@@ -70,7 +70,6 @@ def paged_attention(
     if step.rows is not None:
         at = step.rows.at
         out[:, at] = attend_rows(store, layer, step.rows, query[:, :, at], options).transpose(1, 2)
-    store.passed(layer)
     return out, None
 
 

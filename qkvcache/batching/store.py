@@ -50,8 +50,6 @@ class PageStore:
         prepare(layout.codecs, (layout.head_dim,) * 2, layout.dtype, like.device)
         self.scratch_tokens = CHUNK_BYTES // (2 * like[0].nbytes)
         self._ring_index = {layer: i for i, layer in enumerate(self.group_of)}
-        self.halfway = torch.cuda.Event(blocking=True) if like.is_cuda else None
-        """Recorded in the middle layer of each step that reads prompts."""
         self.launches: dict[int, dict[str, Any]] = {layer: {} for layer in self.group_of}
         self._once = {layer: statistics.of_layer(layer, like, rank) for layer in self.group_of}
 
@@ -78,11 +76,6 @@ class PageStore:
             tokens = self.group_of[layer].batch.tokens
             self.statistics.calibrate(layer, (x[0][:, :, :tokens], x[1][:, :, :tokens]))
             self.launches[layer].clear()
-
-    def passed(self, layer: int) -> None:
-        """Records `halfway` if this is the middle layer."""
-        if self.halfway is not None and layer == len(self.group_of) // 2:
-            self.halfway.record()
 
     def _pages(self, layer: int, table: Tensor, lengths: Tensor | None) -> tuple[Pages, Pair]:
         group = self.group_of[layer]

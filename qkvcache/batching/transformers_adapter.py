@@ -764,10 +764,6 @@ class CompressedProcessor(ContinuousBatchProcessor):
             self.do_sample = self.model_runner.do_sample = False  # the logits processors draw the tokens
 
     def prepare_next_batch(self) -> bool:
-        """Prepares a batch as transformers does, but not before the GPU has half of a running batch with prompts behind
-        it: requests that arrive until then are in the next batch, not in the one after it."""
-        if (halfway := self.cache.store.halfway) is not None:
-            halfway.synchronize()
         self.cache.release_copied()
         while True:
             try:

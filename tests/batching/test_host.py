@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,20 +61,3 @@ def test_a_step_plans_all_requests_at_once(format, prompt):
     few, many = calls(format, 3, prompt), calls(format, 23, prompt)
     assert len(many) == len(few) + 5 * 20
     assert [name for name in many if name not in A_REQUEST] == [name for name in few if name not in A_REQUEST]
-
-
-def test_requests_of_the_first_half_of_a_step_are_in_the_next():
-    """It is not prepared before the middle layer of a step with prompts; other steps are not awaited."""
-    network, arriving, recorded = tiniest(), [], []
-    with continuous_batching(network, "int8", **ZONES), torch.no_grad():
-        manager = network.init_continuous_batching(generation_config=greedy(), continuous_batching_config=pool())
-        manager.batch_processor = processor = manager._create_batch_processor()
-        processor.cache.store.halfway = SimpleNamespace(
-            record=lambda: recorded.append(True), synchronize=lambda: arriving and manager.add_requests(arriving.pop())
-        )
-        for prompt, running, steps in ((prompts(9), 1, 1), (prompts(7), 2, 2), (None, 2, 2)):
-            arriving += [prompt] if prompt else []
-            assert processor.prepare_next_batch() and not arriving
-            processor._generation_step(network)
-            processor.update_batch()
-            assert processor.inputs_and_outputs.num_request_in_batch == running and len(recorded) == steps
