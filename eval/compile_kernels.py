@@ -457,16 +457,16 @@ def jobs(everything: bool) -> Iterator[Job]:
         few = not everything and target != "sm_90"
         for format in QUICK[-1:] if few else formats:
             yield attention(format, 128, target)
-            varied = everything or format in ("int8", "turboquant_4bit_nc", QUICK[-1])
-            yield from (attention(format, 128, target, variant) for variant in ("items", "blocks", "branches") if varied)
+            if not (everything or format in ("int8", "turboquant_4bit_nc", QUICK[-1])):
+                continue
+            yield from (attention(format, 128, target, variant) for variant in ("items", "blocks", "branches"))
             yield scoring(format, 128, target)
             if (halves := FORMATS[format].in_halves()) is not None:
                 yield attention(halves.name, 128, target)
                 yield attention(halves.name, 128, target, "rest")
             if format != "identity":
                 yield attention_in_tiles(format, 128, target, 128)
-                if varied:
-                    yield attention_in_tiles(format, 128, target, 128, "blocks")
+                yield attention_in_tiles(format, 128, target, 128, "blocks")
         yield queries_of_latents(target)
         yield choosing(4096, target)
         yield from fetching(target)
