@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes, PackedLayout, QuantizedValues, affine
-from .matmul import matmul_levels
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values."""
@@ -177,7 +176,7 @@ def qk(q: Tensor, side: KeysOrValues) -> Tensor:
 def scores_of_levels(q: Tensor, values: QuantizedValues) -> Tensor:
     """`qk` of rotated queries and quantized values as `Packed.levels` returns them."""
     levels, scale, offset, center = values
-    part = matmul_levels(q, levels, transposed=True)
+    part = q @ levels.to(q.dtype).mT
     if scale is not None:
         part *= scale.mT
     if offset is not None:
@@ -206,7 +205,7 @@ def pv(p: Tensor, side: KeysOrValues) -> Tensor:
 def sum_of_levels(p: Tensor, values: QuantizedValues) -> Tensor:
     """`pv` of quantized values as `Packed.levels` returns them, rotated as they are stored."""
     levels, scale, offset, center = values
-    out = matmul_levels(p if scale is None else p * scale.mT, levels)
+    out = (p if scale is None else p * scale.mT) @ levels.to(p.dtype)
     if offset is not None:
         out += p @ offset.expand(*p.shape[:2], p.shape[3], 1)
     if center is not None:

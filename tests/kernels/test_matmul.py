@@ -28,29 +28,6 @@ def test_products_are_summed_in_fp32(dtype):
         assert (found - expected).abs().max() <= rounding(300) * expected.abs().max()
 
 
-@pytest.mark.parametrize("by_bytes", [True, False])
-def test_products_with_int8(by_bytes, monkeypatch):
-    """By bytes where the CPU has the instructions; few rows, of several scales, beside one that is not finite and one of zeros."""
-    if by_bytes and not matmul._multiplies_bytes():
-        pytest.skip("needs a CPU that multiplies bytes")
-    multiplied, int_mm = [], torch._int_mm
-    monkeypatch.setattr(matmul, "_multiplies_bytes", lambda: by_bytes)
-    monkeypatch.setattr(torch, "_int_mm", lambda a, b: multiplied.append(a) or int_mm(a, b))
-    levels = torch.randint(-128, 128, (2, 77, 3, 256), dtype=torch.int8)[..., ::2].transpose(1, 2)
-    for rows, transposed in ((1, True), (8, False), (8, True), (9, False)):
-        a = data(2, 3, rows, 128 if transposed else 77).cpu() * 10.0 ** torch.arange(-20, rows - 20)[:, None]
-        expected = a.double() @ (levels.mT if transposed else levels).double()
-        error = (matmul.matmul_levels(a, levels, transposed) - expected).abs() / a.abs().amax(-1, keepdim=True)
-        assert error.max() <= 128 * a.shape[3] * 2**-22
-        a[0, 0, 0, 0], a[1, 1, -1] = torch.inf, 0
-        found = matmul.matmul_levels(a, levels, transposed)
-        assert found.is_contiguous() and not found[0, 0, 0].isfinite().any() and not found[1, 1, -1].any() and found[0, 1:].isfinite().all()
-    assert len(multiplied) == by_bytes * 2 * 3 * 6
-    a = torch.randn(2, 3, 1, 77, requires_grad=True)
-    matmul.matmul_levels(a, levels).sum().backward()
-    assert torch.equal(a.grad, levels.sum(-1, dtype=torch.float32)[:, :, None])
-
-
 def quadratic_forms(x, matrices):
     """By definition, in fp64."""
     matrices = matrices.double().unflatten(1, (x.shape[1], -1)).expand(len(x), -1, -1, -1, -1)
