@@ -44,7 +44,7 @@ class Options(BaseModel):
 
 
 class Arguments(Options):
-    """What follows `serve run examples.ray_serve.app:app`, and `args` in a file for `serve deploy`."""
+    """Arguments after `serve run examples.ray_serve.app:app`, and under `args` in a file for `serve deploy`."""
 
     model: str = "demo"
     format: str = "turboquant_4bit_nc"

@@ -829,8 +829,10 @@ class CompressedManager(ContinuousBatchingManager):
             self.logit_processor: ContinuousBatchingLogitsProcessorList = Sampling(generation_config)
             if asked.max_memory_percent is None and on_cuda:
                 config.max_memory_percent = 0.8  # transformers' share where logits are processed
+        self.compiled: list[torch.nn.Module] = []
         if compiling is not None:
-            for layer in decoder_layers(model):
+            self.compiled = decoder_layers(model)
+            for layer in self.compiled:
                 layer.compile(**compiling.to_dict())
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
@@ -861,7 +863,7 @@ class CompressedManager(ContinuousBatchingManager):
             self.cache.sessions.close()
         self.destroy()
         self.batch_processor = None
-        for layer in decoder_layers(self.model):  # type: ignore[arg-type]
+        for layer in self.compiled:
             layer._compiled_call_impl = None
 
     def add_request(

@@ -259,8 +259,8 @@ class Recent:
 
     def remove(self, key: bytes) -> None:
         with self._lock:
-            item = self._pinned.pop(key, None) or self._items.pop(key, None)
-            if item is not None:
+            items = self._pinned if key in self._pinned else self._items
+            if (item := items.pop(key, None)) is not None:
                 self._used.pop(key, None)
                 self.nbytes -= item.nbytes
 

@@ -168,7 +168,7 @@ def test_the_matmuls_of_eager_attention(handles, matmul, queries, repeats):
 
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_the_matmuls_of_flat_heads(handles, repeats):
-    """Of BLOOM, XGLM and others."""
+    """BLOOM, XGLM and others flatten rows and heads."""
     heads = B * H * repeats
     query, weights, bias = torch.randn(heads, 3, D), torch.rand(heads, 3, T), torch.randn(heads, 1, T)
     key, value = (repeat_kv(handle, repeats).reshape(heads, -1, D) for handle in handles)
