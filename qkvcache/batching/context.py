@@ -88,6 +88,7 @@ def continuous_batching(
     num_sink_tokens: int = 4,
     attention_budget: int | float | Literal["auto"] | None = None,
     attention_rest: Literal["drop", "coarse"] = "drop",
+    offload_pages: bool = False,
     statistics: Statistics | str | Path | None = None,
     store: PrefixStore | None = None,
 ) -> Batching:
@@ -109,6 +110,7 @@ def continuous_batching(
         attention_budget: as of `CompressedCache`, of each request: tokens, or a share of them, that a step with one new
             token reads beside the exact ones. Prompts, and layers with a sliding window, read everything. None: all.
         attention_rest: as of `CompressedCache`: "drop", or "coarse", which takes a format with upper halves.
+        offload_pages: an option of caches, refused here: requests share the pages of one pool on the GPU.
         statistics: for formats with one mean or scale for all tokens: the `batching.statistics` of an earlier run, or
             the file that its `save` wrote. None: they come from the first batch of prompts and are frozen for all later
             requests.
@@ -118,7 +120,7 @@ def continuous_batching(
 
     Raises:
         NotImplementedError: a release of transformers that is not supported, models with linear, chunked or latent
-            attention or with attention code of their own, or encoder-decoders.
+            attention or with attention code of their own, or encoder-decoders; pages in host memory.
         ValueError: an unknown format or one that cannot hold the model's head_dim; negative sizes; an attention budget
             that is no number of tokens and no share; a coarse rest without one, or in a format without halves; statistics
             of another format or model; the store of another model; a model that already batches on compressed pages.
@@ -126,6 +128,12 @@ def continuous_batching(
     """
     from .transformers_adapter import is_patched, patch
 
+    if offload_pages:
+        raise NotImplementedError(
+            "offload_pages=True with continuous batching, whose requests share the pages of one pool on the GPU: for a few long contexts "
+            "pass CompressedCache(config, attention_budget=4096, offload_pages=True) to generate, or serve with --no-continuous-batching; "
+            "for many requests, ContinuousBatchingConfig(cpu_offload_space=GIB) keeps those in host memory that the pool has no room for"
+        )
     resolved = formats.resolve(format)
     check_count("num_sink_tokens", num_sink_tokens)
     check_count("residual_length", residual_length)

@@ -179,6 +179,7 @@ def test_arguments_are_refused_where_they_are_given(tmp_path):
         (TypeError, {"statistics": 3}),
         (ValueError, {"statistics": tmp_path / "nothing"}),
         (NotImplementedError, {"format": [formats.Int8(), formats.Identity(), formats.Int8()]}),
+        (NotImplementedError, {"attention_budget": 64, "offload_pages": True}),
     ):
         with pytest.raises(error):
             continuous_batching(network, **options)
