@@ -59,17 +59,16 @@ def formats(
 ) -> None:
     """List the storage formats and what a token takes in each. An asterisk marks those that `qkvcache recommend` chooses from."""
     from .formats import REGISTRY
-    from .planning.recommend import LADDERS
+    from .planning.recommend import RECOMMENDED
 
     if head_dim < 1 or kv_heads < 1:
         raise typer.BadParameter(f"--head-dim {head_dim} --kv-heads {kv_heads}: both must be at least 1")
-    chosen = {choice.format for ladder in LADDERS.values() for choice in ladder}
     rows = []
     for name, format in REGISTRY.items():
         refusal = format.refuses(head_dim)
         size = None if refusal else format.bytes_per_token(head_dim, kv_heads) / kv_heads
         rows.append(
-            {"format": name, "bytes": size, "ratio": size and 4 * head_dim / size, "recommended": name in chosen, "refuses": refusal}
+            {"format": name, "bytes": size, "ratio": size and 4 * head_dim / size, "recommended": name in RECOMMENDED, "refuses": refusal}
         )
     title = f"bytes a token and head, keys and values, head_dim {head_dim}, {kv_heads} KV heads"
     table = Table("format", *(Column(name, justify="right") for name in ("bytes", "than 16 bit")), title=title, caption="*: recommended")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -22,6 +23,7 @@ from ..options import (
     model_of,
     output,
     refusals,
+    table,
 )
 
 if TYPE_CHECKING:
@@ -64,7 +66,8 @@ def plan(
     model: Model,
     context: Context = None,
     format: Annotated[
-        str | None, typer.Option(help="One format, as `qkvcache formats` lists them, or a calibration file. Default: a row for each.")
+        str | None,
+        typer.Option(help="One format, as `qkvcache formats` lists them, a calibration file, or 'all'. Default: those that it marks."),
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Eviction policy: h2o, keydiff, sink_window and others.")] = None,
     budget: Budget = None,
@@ -84,6 +87,7 @@ def plan(
 ) -> None:
     """Show the bytes of a cache, how many requests fit beside the weights, and the longest context."""
     from .. import planning
+    from ..planning.recommend import RECOMMENDED
 
     options = {
         "policy": _policy(policy, budget), "context": context, "batch": batch, "requests": _mix(requests),
@@ -94,9 +98,12 @@ def plan(
     }  # fmt: skip
     config = _config(model)
     with refusals():
-        plans = [planning.plan(config, format=format, **options)] if format else planning.plan_all(config, **options)  # type: ignore[arg-type]
-    of_one = (_parts(plans[0]), plans[0].reason) if format else ()
-    output([plan.as_json() for plan in plans], json_output, _table(plans), *of_one)
+        if format not in (None, "all"):
+            found = planning.plan(config, format=format, **options)  # type: ignore[arg-type]
+            output([found.as_json()], json_output, found.reason, _table([found]), _parts(found))
+            return
+        plans = planning.plan_all(config, RECOMMENDED if format is None else None, **options)  # type: ignore[arg-type]
+    output([plan.as_json() for plan in plans], json_output, *_does_not_fit(plans), _table(plans), _below(plans[-1]))
 
 
 @app.command(epilog=examples(f"qkvcache recommend {EIGHT_GPUS} --workload continue"))
@@ -106,7 +113,7 @@ def recommend(
     workload: Annotated[
         str, typer.Option(help="'facts' that may be asked for later, a 'question' that ends the prompt, or 'continue' a text.")
     ] = "facts",
-    streaming: Annotated[bool, typer.Option("--streaming", help="The stream has no end.")] = False,
+    streaming: Annotated[bool, typer.Option("--streaming", help="A stream of unlimited length.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Several turns.")] = False,
     batch: Batch = 1,
     gpu_memory: GpuMemory = None,
@@ -126,9 +133,10 @@ def recommend(
     config = _config(model)
     with refusals():
         found = planning.recommend(config, **options)  # type: ignore[arg-type]
-    grid = Table(Column(), Column(overflow="fold"), show_header=False, title="recommended")
+    grid = Table(Column(), Column(overflow="fold"), show_header=False, title="recommended" if found.fits else "does not fit")
+    first = [("cache", found.call), ("because", found.reason)]
     for row in (
-        ("cache", found.call), ("because", found.reason), ("usual guide", found.guide), ("vLLM", found.vllm), ("SGLang", found.sglang)
+        *(first if found.fits else reversed(first)), ("rule of thumb", found.guide), ("vLLM", found.vllm), ("SGLang", found.sglang)
     ):  # fmt: skip
         grid.add_row(*row)
     output(found.as_json(), json_output, grid)
@@ -139,12 +147,12 @@ def _config(model: str) -> PreTrainedConfig:
 
     from ..models import known
 
-    path = model_of(model)
+    path = model if Path(model).suffix == ".json" and Path(model).is_file() else model_of(model)
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(
-            f"{model!r} has no config that can be read: pass a folder with a config.json, a model on the Hub, {known()}. {error}",
+            f"{model!r} has no config that can be read: pass a config.json or its folder, a model on the Hub, {known()}. {error}",
             param_hint="MODEL",
         ) from error
 
@@ -174,18 +182,16 @@ def _mix(text: str | None) -> list[tuple[float, int, int]] | None:
 
 def _table(plans: list[Plan]) -> Table:
     """A row for each plan; all have the same model, context and memory."""
-    first = plans[0]
-    grid = Table(title=f"{first.model}, {first.context:,} tokens a request, {first.dtype}", caption=_caption(first))
-    budget = first.gpu_memory is not None
-    mixed = first.batching is not None
-    fits = ("pages", "requests of the mix") if mixed else ("requests", "longest context")
-    for header in ("cache", "bytes a token", "MB a request", "smaller", *(fits if budget else ())):
-        grid.add_column(header, justify="left" if header == "cache" else "right", no_wrap=header == "cache")
+    first, last = plans[0], plans[-1]
+    fits = ("requests", "longest\ncontext") if first.batching is None else ("pages", "requests\nof the mix")
+    headers = ("cache", "bytes a\ntoken", "MB a\nrequest", "times\nsmaller", *(fits if first.gpu_memory is not None else ()))
+    policy = f", {last.policy}" if last.policy else ""
+    grid = table(headers, left=("cache",), title=f"{last.model}, {last.context:,} tokens a request, {last.dtype}{policy}")
     for plan in plans:
-        cells = [plan.name, f"{plan.bytes_per_token:,.0f}", f"{plan.bytes_per_request / 1e6:,.1f}", f"{plan.ratio:.2f}x"]
+        cells = [plan.format or plan.name, f"{plan.bytes_per_token:,.0f}", f"{plan.bytes_per_request / 1e6:,.1f}", f"{plan.ratio:.2f}"]
         if plan.batching is not None:
             cells += [f"{plan.batching.pages:,}", f"{plan.batching.requests:,}"]
-        elif budget:
+        elif plan.gpu_memory is not None:
             cells += [f"{plan.requests:,}", "any" if plan.unbounded else f"{plan.longest_context:,}"]
         grid.add_row(*cells)
     return grid
@@ -202,13 +208,24 @@ def _parts(plan: Plan) -> Table:
     return grid
 
 
-def _caption(plan: Plan) -> str | None:
+def _does_not_fit(plans: list[Plan]) -> list[str]:
+    """A line that stands before the table if not every cache holds the requests."""
+    small = [plan.name for plan in plans if not plan.fits]
+    if not small:
+        return []
+    requests = f"{plans[0].batch} requests" if plans[0].batch > 1 else "one request"
+    return [f"Does not fit: {'no cache holds' if len(small) == len(plans) else ', '.join(small) + ': too large for'} {requests}."]
+
+
+def _below(plan: Plan) -> str:
+    """What stands under the table: what its numbers assume."""
     from ..planning.plan import in_words
 
     words = list(plan.notes)
     if plan.gpu_memory is not None and plan.weights_memory is not None:
         memory = f"{plan.tensor_parallel} x {in_words(plan.gpu_memory)} less {in_words(plan.weights_memory)} of weights"
-        words.insert(0, f"{memory}, no activations, no headroom; longest context of {plan.batch} at once.")
+        longest = f"; the longest context is that of {f'{plan.batch} requests' if plan.batch > 1 else 'one request'}"
+        words.insert(0, f"What fits into {memory}{'' if plan.batching else longest}.")
     if plan.at_most:
-        words.insert(0, "Bytes are at most these: how many pages heads take that share a budget depends on the text.")
-    return " ".join(words) or None
+        words.append("Bytes are at most these: how many pages heads take that share a budget depends on the text.")
+    return " ".join(words)

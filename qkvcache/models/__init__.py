@@ -44,7 +44,7 @@ def folder(name: str | os.PathLike[str]) -> str:
         return str(_packaged(name))
     path = Path(name).expanduser()
     expected = f"a folder with a config.json, a .gguf file, a model on the Hub such as meta-llama/Llama-3.1-8B, {known()}"
-    is_path = not name or name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix == ".gguf"
+    is_path = not name or name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix in (".gguf", ".json")
     if not name or is_path and not path.exists():
         raise FileNotFoundError(f"{name!r} does not exist: expected {expected}")
     if not path.is_file():

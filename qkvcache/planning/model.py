@@ -91,6 +91,17 @@ def weights_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     return sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
 
 
+def activation_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int | None:
+    """Bytes that a gated MLP holds at once for each token of a step: four vectors of the hidden size, three of the intermediate
+    size. None where the config does not name them, and for experts, which read some of the tokens each."""
+    text = text_config(config)
+    hidden, intermediate = (getattr(text, name, None) for name in ("hidden_size", "intermediate_size"))
+    experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if experts or not isinstance(hidden, int) or not isinstance(intermediate, int):
+        return None
+    return (4 * hidden + 3 * intermediate) * dtype.itemsize
+
+
 def has_unknown_states(config: PreTrainedConfig) -> bool:
     """Whether layers keep states of unknown size besides keys and values."""
     text = text_config(config)

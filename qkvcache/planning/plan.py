@@ -25,10 +25,13 @@ from ..formats import FormatLike, Identity
 from ..policies import Policy, check_count
 from .batching import BatchingPlan, Mix, check_mix, plan_batching
 from .layout import kind, layer_bytes
-from .model import has_unknown_states, model_dtype, shapes, text_config, weights_bytes
+from .model import activation_bytes, has_unknown_states, model_dtype, shapes, text_config, weights_bytes
 
 FURTHEST = 2**30
 """The number of tokens from which a context counts as unlimited."""
+DOES_NOT_FIT = "Does not fit."
+CHUNK = 4096
+"""The `prefill_chunk_size` that the notes name for longer prompts."""
 
 
 @dataclass(frozen=True)
@@ -99,15 +102,17 @@ class Plan:
     def reason(self) -> str:
         """The plan in words."""
         takes = "takes at most" if self.at_most else "takes"
-        words = [f"{self.model}, {self.name}: a request of {self.context:,} tokens {takes} {in_words(self.bytes_per_request)}"]
+        first = f"{self.model}, {self.name}: a request of {self.context:,} tokens {takes} {in_words(self.bytes_per_request)}"
         if self.bytes_per_request > self.dense:
-            words[0] += f", {self.bytes_per_request / self.dense:.2f}x more than {in_words(self.dense)} dense"
+            first += f", {self.bytes_per_request / self.dense:.2f}x more than {in_words(self.dense)} dense"
         elif self.format is not None or self.policy is not None:
-            words[0] += f", {self.ratio:.2f}x less than {in_words(self.dense)} dense"
-        words[0] += f"; {in_words(self.host)} of it in host memory." if self.host else "."
+            first += f", {self.ratio:.2f}x less than {in_words(self.dense)} dense"
+        words = [] if self.fits else [DOES_NOT_FIT]
+        words.append(first + (f"; {in_words(self.host)} of it in host memory." if self.host else "."))
         if self.gpu_memory is not None and self.weights_memory is not None:
             gpus = f"{self.tensor_parallel} x {in_words(self.gpu_memory)}" if self.tensor_parallel > 1 else in_words(self.gpu_memory)
-            words.append(f"{gpus} less {in_words(self.weights_memory)} of weights hold {self.requests:,} such requests")
+            such = "one such request" if self.requests == 1 else f"{self.requests:,} such requests"
+            words.append(f"{gpus} less {in_words(self.weights_memory)} of weights hold {such}")
             each = f"{self.batch} requests of" if self.batch > 1 else "one request of"
             longest = "any length" if self.unbounded else f"up to {self.longest_context:,} tokens"
             words[-1] += f", or {each} {longest}." if self.unbounded or self.longest_context else f", and not {each} a single token."
@@ -164,7 +169,7 @@ def plan(
             `Plan.batching` then says how many of them run together in pages of 256 tokens in `format` (None:
             transformers' own pages), in the share of the memory that transformers takes by default. Requires
             `gpu_memory`; excludes `policy`, `max_length` and `skip_layers`.
-        gpu_memory: bytes of one GPU for weights and caches. Activations are not counted: leave room for them.
+        gpu_memory: bytes of one GPU for weights and caches. Activations are not counted; `notes` estimates those of a long prompt.
         weights_memory: bytes of the weights over all GPUs; None counts the config's parameters in `dtype`.
         tensor_parallel: GPUs that share the KV heads of each layer evenly.
         dtype: the model's dtype, or its name; None: that of the config, or bfloat16 if it has none.
@@ -264,22 +269,30 @@ def plan(
         requests=fitting,
         longest_context=None if unbounded else longest,
         unbounded=unbounded,
-        notes=_notes(config, context),
+        notes=_notes(config, context, 0 if gpu_memory is None or batching else min(context, prompt or context), batch, dtype),
         at_most=used is not None and used.alpha_safeguard is not None,
         host=host // batch,
         batching=batching,
     )
 
 
-def plan_all(config: PreTrainedConfig, *, policy: str | Policy | None = None, context: int | None = None, **options) -> list[Plan]:
-    """The plans of a DynamicCache and of every format that can hold the model's heads, in pages if there are
-    `requests`. `policy` and `options` are those of `plan`.
+def plan_all(
+    config: PreTrainedConfig,
+    names: Iterable[str] | None = None,
+    *,
+    policy: str | Policy | None = None,
+    context: int | None = None,
+    **options,
+) -> list[Plan]:
+    """The plans of a DynamicCache and of the formats called `names` that can hold the model's heads, in pages if there are
+    `requests`. `names=None`: every format of the registry but `identity`. `policy` and `options` are those of `plan`.
 
     Raises what `plan` does.
     """
-    names = [None, *(name for name, format in formats.REGISTRY.items() if not isinstance(format, Identity))]
+    if names is None:
+        names = [name for name, format in formats.REGISTRY.items() if not isinstance(format, Identity)]
     dims = {shape.head_dim for shape in shapes(config, 2)}
-    possible = [name for name in names if name is None or not any(formats.REGISTRY[name].refuses(dim) for dim in dims)]
+    possible = [name for name in (None, *names) if name is None or not any(formats.REGISTRY[name].refuses(dim) for dim in dims)]
     reading = {name: options.pop(name) for name in ("attention_budget", "attention_rest", "offload_pages") if name in options}
     if reading.get("attention_rest") == "coarse":
         possible = [name for name in possible if name is None or formats.REGISTRY[name].in_halves()]
@@ -317,8 +330,17 @@ def _describe(policy: Policy) -> str:
     return f"{policy.name} {' + '.join(filter(None, parts))}"
 
 
-def _notes(config: PreTrainedConfig, context: int) -> tuple[str, ...]:
+def _notes(config: PreTrainedConfig, context: int, prompt: int, batch: int, dtype: torch.dtype) -> tuple[str, ...]:
+    """`prompt`: the tokens of each request that one step reads; 0 where their activations need not be named."""
     text, notes = text_config(config), []
+    if prompt > CHUNK:
+        each, whole, parts = activation_bytes(config, dtype), "", ""
+        if each is not None:
+            whole, parts = f", about {in_words(each * prompt * batch)},", f" to {in_words(each * CHUNK * batch)}"
+        notes.append(
+            f"The activations of a prompt that is read at once{whole} are not counted; generate(..., prefill_chunk_size={CHUNK}) "
+            f"bounds them{parts}."
+        )
     trained = getattr(text, "max_position_embeddings", None)
     if trained and context > trained:
         notes.append(f"The config names {trained:,} positions, fewer than the context.")

@@ -20,7 +20,7 @@ from ..caches import CompressedCache
 from ..formats.base import check_option
 from ..policies import Policy, check_count
 from .model import model_dtype, text_config, weights_bytes
-from .plan import Plan, in_words, plan
+from .plan import DOES_NOT_FIT, Plan, in_words, plan
 
 SHORT, LONG = 4096, 32_768
 """Tokens of context: a cache below SHORT is small beside the weights; from LONG on it is larger than the weights."""
@@ -74,6 +74,7 @@ class Choice:
 @dataclass(frozen=True)
 class Recommendation:
     """call: code that makes the cache from `config`, with public names of qkvcache, or DynamicCache of transformers.
+    fits: whether `batch` requests fit into `gpu_memory`; if not, `reason` begins with it, and the cache is the smallest.
     guide: the choice of the usual selection guide. vllm, sglang: the nearest flags of these engines, which retain every
     token."""
 
@@ -83,9 +84,10 @@ class Recommendation:
     plan: Plan
     vllm: str
     sglang: str
+    fits: bool
 
     def __str__(self) -> str:
-        return f"{self.call}\n{self.reason}"
+        return f"{self.call}\n{self.reason}" if self.fits else f"{self.reason}\n{self.call}"
 
     def as_json(self) -> dict:
         """Plain values, in bytes and tokens."""
@@ -148,6 +150,7 @@ KVZIP = (
 """Choices with KVzip; recall as measured by `eval/policies.py`."""
 WHOLE = (INT8, K8V4, FOUR_BITS, THREE_BITS, THREE_AND_TWO)
 """Choices that evict nothing."""
+RECOMMENDED = tuple(choice.format for choice in WHOLE)
 LADDERS: dict[str, tuple[Choice, ...]] = {
     "facts": (*WHOLE, *KVZIP),
     "question": (*WHOLE, SNAPKV_50),
@@ -224,18 +227,15 @@ def recommend(
         return _answer(dense, whole, guide, [why], chat)
     reasons = [choice.why]
     if len(tried) > 1 and fits:
-        reasons.append(f"{tried[-2][0].call} would not hold {batch} such requests")
+        reasons.append(f"{tried[-2][0].call} would not hold {batch} such request{'s' * (batch > 1)}")
     if not fits and not choice.second_reading:
         reasons.append("with budgets by head (`qkvcache profile-heads`), half of the tokens hold most facts")
-    if not fits:
-        while_filled = ", the last of which is uncompressed while it is filled" if choice.second_reading else ""
-        reasons.append(f"not even this holds {batch} such requests{while_filled}: shorten them, or add memory")
     if choice.format is not None and context >= LONG and _possible(config, choice, attention_budget=4096):
         few = planned(choice, attention_budget=4096, offload_pages=True)
         on_gpu, host = in_words(few.bytes_per_request - few.host), in_words(few.host)
         reasons.append(
-            "attention_budget=4096 beside it reads few of these tokens a step; with offload_pages=True too, a request takes "
-            f"{on_gpu} of the GPU and {host} of the host"
+            "with attention_budget=4096, a step reads few of these tokens; with offload_pages=True as well, a request takes "
+            f"{on_gpu} of the GPU's memory and {host} of the host's"
         )
     if chat:
         reasons.append("keep one cache over the turns, and share what all chats begin with in a PrefixStore")
@@ -275,8 +275,14 @@ def _guide(context: int, streaming: bool, chat: bool) -> str:
 
 
 def _answer(choice: Choice, plan: Plan, guide: str, reasons: list[str], chat: bool) -> Recommendation:
+    fits = choice.fits(plan)
+    if not fits:
+        requests = f"{plan.batch} such requests" if plan.batch > 1 else "one such request"
+        while_filled = ", the last of which is uncompressed while it is filled" if choice.second_reading else ""
+        reasons = [f"does not fit: even this cache does not hold {requests}{while_filled}; shorten them, or add memory", *reasons]
     words = ". ".join(reason[0].upper() + reason[1:] for reason in reasons)
     vllm, sglang = ("auto", "auto") if choice.format is None else (VLLM.get(choice.format, "fp8_e4m3"), "fp8_e4m3")
     prefixes = " --enable-hierarchical-cache" if chat else ""
     flags = f"--kv-cache-dtype {vllm}", f"--kv-cache-dtype {sglang}{prefixes}"
-    return Recommendation(choice.call, f"{words}. {plan.reason}", guide, plan, *flags)
+    in_bytes = plan.reason.removeprefix(f"{DOES_NOT_FIT} ")
+    return Recommendation(choice.call, f"{words}. {in_bytes}", guide, plan, *flags, fits)

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from qkvcache import demo, formats, plan, recommend
 from qkvcache.cli import app
+from qkvcache.planning.recommend import RECOMMENDED
 from qkvcache.policies import H2O
 
 
@@ -20,20 +21,24 @@ CONFIG = AutoConfig.from_pretrained(demo.MODEL_PATH)
 MEMORY = ("--gpu-memory", "1GiB", "--weights-memory", "24MB")
 
 
-def test_plan_lists_every_format():
-    rows = json.loads(run("plan", "demo", "--context", "4000", *MEMORY, "--json").stdout)
+def test_plan_lists_every_format_or_six_rows_of_80_columns():
+    rows = json.loads(run("plan", "demo", "--context", "4000", "--format", "all", *MEMORY, "--json").stdout)
     assert len(rows) == len(formats.REGISTRY) and rows[0]["format"] is None
     for row in rows[::5]:
         expected = plan(CONFIG, format=row["format"], context=4000, gpu_memory=2**30, weights_memory=24e6)
         assert row == json.loads(json.dumps(expected.as_json()))
-    text = run("plan", "demo", "--context", "4000", *MEMORY).stdout
-    for part in ("turboquant_4bit_nc", "bytes a", "longest context", "1 x 1.1 GB less 24.0 MB of weights"):
-        assert part in text, part
+    arguments = ("plan", "demo", "--context", "900000", "--gpu-memory", "800TB", "--weights-memory", "24MB")
+    lines = CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1"}).invoke(app, arguments).stdout.splitlines()
+    table = lines[3:9]
+    assert [line.split()[0] for line in table] == ["dense", *RECOMMENDED] and "What fits into 1 x 800,000 GB" in lines[9]
+    assert [len(line.split()) for line in table] == [7, 6, 6, 6, 6, 6] and max(map(len, lines)) <= 80 and "…" not in "".join(lines)
+    tight = run("plan", "demo", "--context", "4000", "--batch", "60", *MEMORY).stdout
+    assert tight.startswith("Does not fit: dense bfloat16: too large for 60 requests.")
 
 
 def test_plan_of_one_format_says_where_the_bytes_are(tmp_path):
     CONFIG.save_pretrained(tmp_path)
-    arguments = ("plan", str(tmp_path), "--context", "3000", "--format", "fp8", "--policy", "h2o", "--budget", "0.5")
+    arguments = ("plan", str(tmp_path / "config.json"), "--context", "3000", "--format", "fp8", "--policy", "h2o", "--budget", "0.5")
     text = run(*arguments, "--residual-length", "8").stdout
     assert "bookkeeping" in text and "fp8 + H2O 50%" in text
     (row,) = json.loads(run(*arguments, "--residual-length", "8", "--dtype", "float32", "--json").stdout)
@@ -56,6 +61,8 @@ def test_recommend():
     text = run("recommend", "demo", "--context", "40000", "--chat").stdout
     for part in ("TurboQuantCache(config", "PrefixStore", "--kv-cache-dtype turboquant_4bit_nc", "FP8 + prefix caching"):
         assert part in text, part
+    tight = run("recommend", "demo", "--context", "40000", "--batch", "9999", *MEMORY).stdout
+    assert tight.strip().startswith("does not fit") and tight.index("Does not fit: even") < tight.index("cache  ")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +73,7 @@ def test_recommend():
         *[
             ((command, path, "--context", "10"), f"'{path}' does not exist")
             for command in ("plan", "recommend")
-            for path in ("no/such/folder", "./no_folder", "~/no_folder")
+            for path in ("no/such/folder", "./no_folder", "no_folder.json")
         ],
         (("plan", "demo", "--context", "10", "--format", "int9"), "int9"),
         (("plan", "demo", "--context", "10", "--format", "int8", "--max-length", "9"), "does not fit in max_length=9"),

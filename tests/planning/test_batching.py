@@ -171,7 +171,7 @@ def test_commands():
     arguments = ("demo", "--requests", "3x1000+200,3001+512", "--gpu-memory", "2GB")
     (row,) = json.loads(run("plan", *arguments, "--format", "int8", "--json").stdout)
     assert row["context"] == 3513 and row["batching"]["mix"] == [[3, 1000, 200], [1, 3001, 512]] and row["batching"]["requests"] > 9
-    assert "requests of the mix" in " ".join(run("plan", *arguments, "--format", "int8").stdout.split())
+    assert "of the mix" in run("plan", *arguments, "--format", "int8").stdout
     assert "expected WEIGHTxPROMPT+ANSWER" in run("plan", "demo", "--requests", "3x1000", "--gpu-memory", "2GB").output
     assert "--context" in run("plan", "demo").output and "--context" in run("recommend", "demo").output
 

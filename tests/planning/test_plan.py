@@ -1,14 +1,18 @@
 """What `plan` answers, and what it refuses."""
 
 import json
+import weakref
 
 import pytest
 import torch
 import transformers as hf
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from qkvcache import formats, plan, policies
 from qkvcache.planning import plan_all
-from qkvcache.planning.model import weights_bytes
+from qkvcache.planning.model import activation_bytes, weights_bytes
+from qkvcache.planning.plan import in_words
 from tests.matrix import ENCODER_DECODERS, MODELS, model
 
 LLAMA = MODELS["llama"]()
@@ -110,8 +114,53 @@ def test_words():
     larger = plan(LLAMA, format="int8", policy=policies.H2O(budget=1024), context=60)
     assert larger.ratio < 1 and f"{1 / larger.ratio:.2f}x more than 46.1 kB dense" in str(larger)
     assert "9.00x more than" in str(plan(LLAMA, context=100, max_length=900))
-    notes = plan(MODELS["qwen3_next"](), context=10).notes
-    assert not notes
+    assert not plan(MODELS["qwen3_next"](), context=10).notes
+    tight = plan(LLAMA, format="int8", context=5000, gpu_memory=1e6, weights_memory=0, batch=2)
+    assert not tight.fits and str(tight).startswith("Does not fit. llama, int8:")
+
+
+def test_activations_of_a_long_prompt_are_those_that_it_allocates():
+    """The largest sum of live tensors of a prompt beside its cache; what a step reads in chunks is named too."""
+    config = hf.LlamaConfig(
+        hidden_size=128, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, vocab_size=64
+    )
+    tokens = 512
+    llama = hf.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    cache = hf.DynamicCache(config=config)
+    with torch.inference_mode(), Peak() as peak:
+        llama(torch.randint(0, 64, (1, tokens)), past_key_values=cache, logits_to_keep=1)
+    each = activation_bytes(config, torch.bfloat16)
+    measured = (peak.most - plan(config, context=tokens, dtype="bfloat16").dense) / tokens
+    assert 0.8 * measured < each < 1.1 * measured
+    notes = plan(config, format="int8", context=10_000, batch=2, gpu_memory=1e9, dtype="bfloat16").notes[0]
+    assert f"about {in_words(each * 20_000)}" in notes and f"prefill_chunk_size=4096) bounds them to {in_words(each * 8192)}" in notes
+    assert "about" not in "".join(plan(hf.MixtralConfig(num_hidden_layers=2), context=10_000, gpu_memory=1e9, weights_memory=0).notes)
+    for options in ({"prompt": 4000}, {"gpu_memory": None}, {"context": 4096}):
+        assert "activations" not in str(plan(config, **{"context": 10_000, "gpu_memory": 1e9} | options))
+
+
+class Peak(TorchDispatchMode):
+    """The largest sum of the bytes of storages that operations made and that are alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self.alive = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for tensor in filter(torch.is_tensor, tree_leaves(found)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.alive:
+                self.alive.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        return found
+
+    def _gone(self, key, size):
+        self.alive.remove(key)
+        self.now -= size
 
 
 def test_every_format_that_holds_the_heads_has_a_row():
@@ -121,6 +170,7 @@ def test_every_format_that_holds_the_heads_has_a_row():
     refused = MODELS["llama"]()
     refused.head_dim = 80
     assert "int4" not in {row.format for row in plan_all(refused, context=1000)}
+    assert [row.format for row in plan_all(LLAMA, ["int8"], context=1000)] == [None, "int8"]
     evicting = plan_all(LLAMA, policy="keydiff", context=3000)
     assert evicting[0].policy is None and all(row.policy == "KeyDiff 1,024" for row in evicting[1:])
 
