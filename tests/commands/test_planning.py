@@ -21,7 +21,7 @@ CONFIG = AutoConfig.from_pretrained(demo.MODEL_PATH)
 MEMORY = ("--gpu-memory", "1GiB", "--weights-memory", "24MB")
 
 
-def test_plan_lists_every_format_or_six_rows_of_80_columns():
+def test_plan_lists_six_rows_of_80_columns_or_every_format():
     rows = json.loads(run("plan", "demo", "--context", "4000", "--format", "all", *MEMORY, "--json").stdout)
     assert len(rows) == len(formats.REGISTRY) and rows[0]["format"] is None
     for row in rows[::5]:

@@ -119,7 +119,7 @@ def test_words():
     assert not tight.fits and str(tight).startswith("Does not fit. llama, int8:")
 
 
-def test_activations_of_a_long_prompt_are_those_that_it_allocates():
+def test_activations_of_a_prompt_are_what_it_allocates():
     """The largest sum of live tensors of a prompt beside its cache; what a step reads in chunks is named too."""
     config = hf.LlamaConfig(
         hidden_size=128, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, vocab_size=64
