@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,42 +31,9 @@ from ..kernels import (
     sum_attention,
 )
 from ..kernels.attend_chunked import attend_chunked
-from ..policies import Policy
 from .compressed_kv import CompressedKV
 from .full import full_attention
 from .masks import NewTokens, joined, joined_by_head, kernel_options, mask_of_new, new_tokens, sees_itself
-
-
-class AttentionObserver(Protocol):
-    """A layer that receives the queries and attention weights of each step after its `update`."""
-
-    policy: Policy
-
-    @property
-    def in_order(self) -> bool:
-        """Whether its columns are in token order, as the model's mask assumes."""
-
-    @property
-    def is_static(self) -> bool:
-        """Whether a step of one token runs in tensors of fixed size."""
-
-    def tokens_before(self) -> Tensor:
-        """Tokens of each row before the step, padding not counted, `[B]`."""
-
-    def begin_attention(
-        self, is_valid: Tensor | None, query: Tensor | None = None, scaling: float | None = None, module: torch.nn.Module | None = None
-    ) -> Tensor | None:
-        """Receives the step's valid tokens (not padding), bool `[B, Q]` (None: all), and for policies that need them
-        the queries `[B, Hq, Q, D]`, the factor on `q k` and the attention module. If `is_static` and Q = 1, returns the
-        columns that hold a token, bool `[B, T]`."""
-
-    def valid_columns(self) -> Tensor | None:
-        """The columns that hold a token, those of the step included, bool `[B, T]`, or `[B, H, T]` where heads have
-        pages of their own (`AttentionInputs.paged`); None: all. Called after `begin_attention`."""
-
-    def end_attention(self, attention_sums: Tensor | None) -> None:
-        """Receives the attention weights of all columns, `[B, H, T]`: their sum over queries and over the query heads
-        of a KV head; None if the policy's `observation_window` is 0. The layer may then evict tokens."""
 
 
 def attend_observed(
@@ -75,7 +42,7 @@ def attend_observed(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`route` for an evicting layer. `few`: attention on the codes is faster than dequantizing them first; `chunked`:
     `attend_chunked` supports these tensors."""
-    observer: AttentionObserver = key.observer
+    observer = key.observer
     if observer.is_static and query.shape[2] == 1:
         return _attend_static(stock, implementation, module, query, key, value, mask, *args, **kwargs)
     batch, queries, tokens = query.shape[0], query.shape[2], key.shape[2]
@@ -159,7 +126,7 @@ def _attend_static(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention of a step of one token in the static layout: it neither waits for the device nor depends on the number
     of tokens."""
-    observer: AttentionObserver = key.observer
+    observer = key.observer
     batch = query.shape[0]
     new = mask_of_new(implementation, mask, batch, 1, query.device)
     is_valid = None if new is None else sees_itself(new, batch)

@@ -74,6 +74,10 @@ class BlockLayout:
         exact = 2 * self.heads * self.num_sink_tokens * self.head_dim * self.dtype.itemsize
         return aligned(self.page.nbytes + exact, PAGE_ALIGNMENT)
 
+    def ring_bytes(self, residual_length: int) -> int:
+        """Bytes of the last `residual_length` tokens of a request, and of the new one, in the model's dtype."""
+        return 2 * self.heads * (residual_length + 1) * self.head_dim * self.dtype.itemsize
+
     def views(self, pool: Tensor, page: int, pages_per_block: int) -> tuple[tuple[Codes, Codes], Pair]:
         """Views of page number `page` of all `N` blocks of `pool`, uint8 `[bytes]`: planes `[N, H', PAGE, width]` of
         keys and of values, and the exact first tokens `[N, H, S, D]` of both."""

@@ -117,10 +117,6 @@ class PageStore:
 
     # Requests.
 
-    def release(self, request: str) -> None:
-        """Frees the ring of a request that has lost its blocks."""
-        self.rings.release(request)
-
     def fork(self, source: str, request: str) -> None:
         """Gives `request` a copy of the ring of `source`, if one is free, at the next `rings.copy`."""
         self.rings.fork(source, request)

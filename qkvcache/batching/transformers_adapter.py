@@ -118,38 +118,35 @@ RING_SHARE = 16
 # The pool.
 
 
-class StockSizing(PagedAttentionMemoryHandler):
+class Sizing(PagedAttentionMemoryHandler):
     """transformers' computation of the memory for a pool.
 
     Args:
+        compressed: without masks, and without a dense copy of the keys and values that a step reads.
         free: free bytes; None asks the device. The config's share `max_memory_percent` of these bytes, less `taken`, is
             used.
     """
 
-    def __init__(self, *, free: float | None = None, taken: int = 0, **kwargs: Any):
-        self._free, self._taken = free, taken
+    def __init__(self, *, compressed: bool, free: float | None = None, taken: int = 0, **kwargs: Any):
+        self._compressed, self._free, self._taken = compressed, free, taken
         super().__init__(**kwargs)
+        if compressed:
+            self.num_attention_masks = 0
 
     def get_available_memory(self) -> int:
         share = self.cb_config.max_memory_percent or 0.0  # resolved by then
         available = super().get_available_memory() if self._free is None else int(self._free * share)
         return available - int(self._taken * share)
 
-
-class Sizing(StockSizing):
-    """The memory for compressed pages: no masks, and no dense copy of the keys and values that a step reads."""
-
-    def __init__(self, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.num_attention_masks = 0
-
     @property
     def bytes_per_cache_token(self) -> int:
+        if not self._compressed:
+            return super().bytes_per_cache_token
         return self.io_multiplier * self.num_groups * torch.int64.itemsize  # read indices
 
     @property
     def fixed_overhead_bytes(self) -> int:
-        return super().fixed_overhead_bytes + CHUNK_BYTES
+        return super().fixed_overhead_bytes + CHUNK_BYTES * self._compressed
 
 
 @dataclass(frozen=True)
@@ -185,9 +182,10 @@ def page_layout(
 def pool_size(
     config: PreTrainedConfig,
     cb_config: ContinuousBatchingConfig,
-    layout: BlockLayout,
+    dtype: torch.dtype,
+    page_bytes: int,
+    ring_bytes: int,
     *,
-    residual_length: int,
     logits_to_keep: bool,
     max_requests: int | None = None,
     free: float | None = None,
@@ -197,63 +195,39 @@ def pool_size(
 
     Args:
         cb_config: a config that is resolved as by transformers' managers.
-        layout: the layout of a page of one layer, with the KV heads of one GPU.
+        page_bytes: bytes of a page of one layer, with the KV heads of one GPU.
+        ring_bytes: bytes of the exact last tokens of a request in one layer (`BlockLayout.ring_bytes`); 0: pages are those of
+            transformers, without rings.
         logits_to_keep: whether the model can compute logits of selected tokens only.
         max_requests: number of rings; None: as many as fit into a share of the memory, up to
             `cb_config.max_requests_per_batch`. There are never more than blocks: a request has at least one.
         free: free bytes before anything is allocated; None asks the device.
         least: the minimum of a count over the GPUs of a tensor-parallel group.
     """
-    groups, sizes = _sizes(config, cb_config, layout.nbytes, layout.dtype, logits_to_keep, free)
-    bytes_per_ring = config.num_hidden_layers * 2 * layout.heads * (residual_length + 1) * layout.head_dim * layout.dtype.itemsize
-    if max_requests is None:
-        most = least(Sizing(**sizes).available_memory // RING_SHARE // bytes_per_ring)
-        max_requests = max(min(cb_config.max_requests_per_batch or most, most), 1)
+    layers = group_layers_by_attn_type(config)
+    sector = lcm(*(len(held) * page_bytes for held in layers.values()), PAGE_ALIGNMENT)
+    windows = (config.sliding_window if name != FULL_ATTENTION else None for name in layers)
+    groups = tuple((sector // (len(held) * page_bytes), window) for held, window in zip(layers.values(), windows, strict=True))
+    block, ring = config.num_hidden_layers * page_bytes, config.num_hidden_layers * ring_bytes
+
+    def sizing(rings: int) -> Sizing:
+        return Sizing(
+            compressed=ring > 0, taken=rings * ring, free=free, config=config, cb_config=cb_config, dtype=dtype, bytes_per_sector=sector,
+            bytes_per_block=block, attn_types=list(layers), tokens_per_sector=cb_config.page_size * max(blocks for blocks, _ in groups),
+            model_supports_logits_to_keep=logits_to_keep,
+        )  # fmt: skip
 
     def beside(rings: int) -> PoolSize:
-        sizing = Sizing(**sizes, taken=(rings + 1) * bytes_per_ring)
-        batch_tokens, sectors = map(least, sizing.infer_max_batch_tokens_and_num_sectors())
-        return _size(groups, sizes, batch_tokens, sectors, rings, bytes_per_ring)
+        batch_tokens, sectors = map(least, sizing(rings + 1 if ring else 0).infer_max_batch_tokens_and_num_sectors())
+        return PoolSize(sectors, max(sectors * sector // block, 1), rings, batch_tokens, groups, sector, block, ring)
 
+    if not ring:
+        return beside(0)
+    if max_requests is None:
+        most = least(sizing(0).available_memory // RING_SHARE // ring)
+        max_requests = max(min(cb_config.max_requests_per_batch or most, most), 1)
     size = beside(max_requests)
     return size if size.blocks >= max_requests else beside(size.blocks)
-
-
-def stock_pool_size(
-    config: PreTrainedConfig,
-    cb_config: ContinuousBatchingConfig,
-    *,
-    heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    logits_to_keep: bool,
-    free: float,
-) -> PoolSize:
-    """transformers' own pool, without rings; arguments are those of `pool_size`."""
-    nbytes = FullAttentionCacheAllocator.get_bytes_per_page(heads, head_dim, dtype, cb_config.page_size)
-    groups, sizes = _sizes(config, cb_config, nbytes, dtype, logits_to_keep, free)
-    return _size(groups, sizes, *StockSizing(**sizes).infer_max_batch_tokens_and_num_sectors(), 0, 0)
-
-
-def _sizes(
-    config: PreTrainedConfig, cb_config: Any, page: int, dtype: torch.dtype, logits_to_keep: bool, free: float | None
-) -> tuple[tuple[tuple[int, int | None], ...], dict[str, Any]]:
-    """`PoolSize.groups`, and the arguments of `StockSizing`, with pages of `page` bytes."""
-    layers = group_layers_by_attn_type(config)
-    sector = lcm(*(len(held) * page for held in layers.values()), PAGE_ALIGNMENT)
-    windows = (config.sliding_window if name != FULL_ATTENTION else None for name in layers)
-    groups = tuple((sector // (len(held) * page), window) for held, window in zip(layers.values(), windows, strict=True))
-    return groups, {
-        "config": config, "cb_config": cb_config, "dtype": dtype, "bytes_per_sector": sector, "free": free,
-        "bytes_per_block": config.num_hidden_layers * page, "attn_types": list(layers),
-        "tokens_per_sector": cb_config.page_size * max(blocks for blocks, _ in groups),
-        "model_supports_logits_to_keep": logits_to_keep,
-    }  # fmt: skip
-
-
-def _size(groups: Any, sizes: dict[str, Any], batch_tokens: int, sectors: int, rings: int, ring: int) -> PoolSize:
-    sector, block = sizes["bytes_per_sector"], sizes["bytes_per_block"]
-    return PoolSize(sectors, max(sectors * sector // block, 1), rings, batch_tokens, groups, sector, block, ring)
 
 
 class CompressedAllocator(FullAttentionCacheAllocator):
@@ -349,7 +323,7 @@ class CompressedPagedCache(PagedAttentionCache):
         heads, head_dim, page_size = stock[0].num_key_value_heads, stock[0].head_dim, stock[0].tokens_per_page
         layout = page_layout(config, statistics.format, heads, head_dim, page_size, num_sink_tokens, dtype)
         size = pool_size(
-            config, continuous_batching_config, layout, residual_length=residual_length,
+            config, continuous_batching_config, dtype, layout.nbytes, layout.ring_bytes(residual_length),
             logits_to_keep=model_supports_logits_to_keep, max_requests=max_requests,
             least=lambda count: _least(count, distributed_helper, device),
         )  # fmt: skip

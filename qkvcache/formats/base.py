@@ -160,22 +160,14 @@ class Codec(ABC):
         bool `[B, T]`, False for padding, which is left out; None: no padding."""
         return {}
 
-    def allocate(self, like: Tensor, tokens: int, per_head: bool = False) -> Codes:
-        """Buffers kept for each of `tokens` tokens, for the rows, heads, channels, dtype and device of `like` `[B, H, T, D]`. With
-        `per_head`, each head has a copy of buffers that heads would share."""
-        return self._zeros("each", like, tokens, per_head)
-
     def allocate_statistics(self, like: Tensor, per_head: bool = False) -> Codes:
-        """Buffers kept once, otherwise as `allocate`."""
-        return self._zeros("once", like, 1, per_head)
-
-    def _zeros(self, tokens: str, like: Tensor, count: int, per_head: bool) -> Codes:
+        """The buffers kept once, for the rows, heads, channels, dtype and device of `like` `[B, H, T, D]`. With `per_head`, each head
+        has a copy of buffers that heads would share."""
         found: Codes = {}
         for buffer in _declared(self, like.shape[3]):
-            if buffer.tokens == tokens:
+            if buffer.tokens == "once":
                 heads = like.shape[1] if per_head or buffer.heads == "each" else 1
-                shape = like.shape[0], heads, count, buffer.width
-                found[buffer.name] = torch.zeros(shape, dtype=buffer.dtype or like.dtype, device=like.device)
+                found[buffer.name] = like.new_zeros(like.shape[0], heads, 1, buffer.width, dtype=buffer.dtype)
         return found
 
     def roles(self, codes: Codes, head_dim: int) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,6 @@ If steps are compiled, a step of one token runs in the static layout; prompts an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -160,10 +159,11 @@ class EvictingLayer(CompressedLayer):
         paged = inputs.paged and replace(inputs.paged, sinks=(rotated, inputs.paged.sinks[1]))
         return replace(inputs, key=side, paged=paged)
 
-    # Calls from attention (`attention/observer.py`).
+    # Calls from attention (`attention/observer.py`): for each step `begin_attention`, then perhaps `valid_columns`, then `end_attention`.
 
     @property
     def in_order(self) -> bool:
+        """Whether columns are in token order, as the model's mask assumes."""
         return self.storage is not None and self.storage.in_order
 
     @property
@@ -181,6 +181,9 @@ class EvictingLayer(CompressedLayer):
     def begin_attention(
         self, is_valid: Tensor | None, query: Tensor | None = None, scaling: float | None = None, module: torch.nn.Module | None = None
     ) -> Tensor | None:
+        """Receives the step's tokens that are not padding, bool `[B, Q]` (None: all), and for policies that need them the queries
+        `[B, Hq, Q, D]`, the factor on `q k` and the attention module. For a step in the static layout, returns the columns that hold a
+        token, bool `[B, T]`."""
         step, storage = self._running()
         if step.begun:  # by a layer that shares its keys with others
             return None
@@ -192,6 +195,8 @@ class EvictingLayer(CompressedLayer):
         return None
 
     def valid_columns(self) -> Tensor | None:
+        """The columns that hold a token, those of the step included, bool `[B, T]`, or `[B, H, T]` where heads have pages of their own;
+        None: all."""
         return self._running()[1].metadata.is_valid()
 
     def _arrivals(self, step: Step, query: Tensor | None, scaling: float | None, module: torch.nn.Module | None) -> Arrivals:
@@ -209,6 +214,8 @@ class EvictingLayer(CompressedLayer):
 
     @torch.no_grad()
     def end_attention(self, attention_sums: Tensor | None) -> None:
+        """Receives the attention weights of all columns, `[B, H, T]`: their sum over queries and over the query heads of a KV head; None
+        if the policy's `observation_window` is 0."""
         step, storage = self._running()
         if step.static:
             storage.evict_token(attention_sums, step.is_valid)
@@ -238,18 +245,6 @@ class EvictingLayer(CompressedLayer):
         storage.evict()
         if self.is_compileable:
             storage.to_static()
-
-    def _select(self, rows: Sequence[int]) -> None:
-        self.commit()
-        super()._select(rows)
-
-    def fork(self) -> EvictingLayer:
-        self.commit()
-        return super().fork()  # type: ignore[return-value]
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        self.commit()
-        yield from super().tensors()
 
     # The interface of `generate`.
 

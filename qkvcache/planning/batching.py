@@ -84,7 +84,7 @@ def plan_batching(
 
     from ..batching.attention import NAME
     from ..batching.context import check_config, check_format
-    from ..batching.transformers_adapter import page_layout, pool_size, stock_pool_size
+    from ..batching.transformers_adapter import FullAttentionCacheAllocator, page_layout, pool_size
 
     check_config(config)
     text = copy.deepcopy(text_config(config))
@@ -97,12 +97,13 @@ def plan_batching(
     options: dict[str, Any] = {"logits_to_keep": _keeps_logits(config), "free": free}
     if format is None:
         text._attn_implementation = "flash_attention_2"  # the fastest for transformers' own pages, without masks
-        size = stock_pool_size(text, batching, heads=shape.heads, head_dim=shape.head_dim, dtype=dtype, **options)
+        page = FullAttentionCacheAllocator.get_bytes_per_page(shape.heads, shape.head_dim, dtype, PAGE_SIZE)
+        size = pool_size(text, batching, dtype, page, 0, **options)
     else:
         text._attn_implementation = NAME
         chosen = check_format(format, shape.head_dim)
         layout = page_layout(text, chosen, shape.heads, shape.head_dim, PAGE_SIZE, num_sink_tokens, dtype)
-        size = pool_size(text, batching, layout, residual_length=residual_length, **options)
+        size = pool_size(text, batching, dtype, layout.nbytes, layout.ring_bytes(residual_length), **options)
     counts = fitting(kinds, size.sectors, PAGE_SIZE, size.rings or MOST_REQUESTS, size.groups)
     of_all = size.bytes_per_block * tensor_parallel, size.bytes_per_ring * tensor_parallel
     return BatchingPlan(kinds, counts, PAGE_SIZE, size.blocks, size.rings, *of_all)

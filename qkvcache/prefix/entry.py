@@ -11,7 +11,6 @@ import copy
 import hashlib
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -200,26 +199,26 @@ class Recent:
     def __init__(self, max_bytes: int, time_to_live: float | None = None):
         self.max_bytes, self.time_to_live = max_bytes, time_to_live
         self.nbytes = self.evicted = 0
-        self._items: OrderedDict[bytes, Any] = OrderedDict()
-        self._used: dict[bytes, float] = {}
-        """The time of the last use of each of `_items`."""
+        self._items: dict[bytes, tuple[Any, float]] = {}
+        """Items with the times of their last use, in the order of these."""
         self._pinned: dict[bytes, Any] = {}
         self._lock = threading.RLock()
 
     def use(self, key: bytes) -> Any:
         """Returns the item of `key`, None if there is none, and marks it as the most recently used."""
         with self._lock:
-            if key in self._items:
-                self._items.move_to_end(key)
-                self._used[key] = time.monotonic()
-            return self._items.get(key, self._pinned.get(key))
+            if key not in self._items:
+                return self._pinned.get(key)
+            item, _ = self._items.pop(key)
+            self._items[key] = item, time.monotonic()
+            return item
 
     def hold(self, key: bytes, item: Any) -> None:
         """Adds an item in place of another of this key, and makes room."""
         with self._lock:
             pinned = key in self._pinned
             Recent.remove(self, key)
-            self._items[key], self._used[key] = item, time.monotonic()
+            self._items[key] = item, time.monotonic()
             self.nbytes += item.nbytes
             if pinned:
                 self.pin(key)
@@ -229,14 +228,13 @@ class Recent:
         """Keeps an item until it is unpinned."""
         with self._lock:
             if key in self._items:
-                self._pinned[key] = self._items.pop(key)
-                del self._used[key]
+                self._pinned[key], _ = self._items.pop(key)
 
     def unpin(self, key: bytes) -> None:
         """Counts a pinned item as the most recently used."""
         with self._lock:
             if key in self._pinned:
-                self._items[key], self._used[key] = self._pinned.pop(key), time.monotonic()
+                self._items[key] = self._pinned.pop(key), time.monotonic()
 
     def trim(self, max_bytes: int) -> None:
         """Evicts items that are too old, and the least recently used until at most `max_bytes` are left."""
@@ -250,7 +248,7 @@ class Recent:
         if self.time_to_live is None:
             return
         with self._lock:
-            while self._items and self._used[next(iter(self._items))] < time.monotonic() - self.time_to_live:
+            while self._items and next(iter(self._items.values()))[1] < time.monotonic() - self.time_to_live:
                 self._evict()
 
     def _evict(self) -> None:
@@ -259,9 +257,8 @@ class Recent:
 
     def remove(self, key: bytes) -> None:
         with self._lock:
-            items = self._pinned if key in self._pinned else self._items
-            if (item := items.pop(key, None)) is not None:
-                self._used.pop(key, None)
+            item = self._pinned.pop(key) if key in self._pinned else self._items.pop(key, (None, 0.0))[0]
+            if item is not None:
                 self.nbytes -= item.nbytes
 
 
@@ -275,13 +272,14 @@ class MemoryStore(Recent):
     @property
     def entries(self) -> list[Entry]:
         with self._lock:
-            return [item for item in (*self._pinned.values(), *self._items.values()) if isinstance(item, Entry)]
+            items = [*self._pinned.values(), *(item for item, _ in self._items.values())]
+        return [item for item in items if isinstance(item, Entry)]
 
     def checkpoints(self, key: bytes, template: CacheTemplate) -> Checkpoints:
         """The checkpoints of entries of `template` at tokens that `key` begins with."""
         related = [] if template.evicts else self.index.related(key, template.name)
         with self._lock:
-            entries = [self._items.get(one) or self._pinned[one] for one in related]
+            entries = [self._items[one][0] if one in self._items else self._pinned[one] for one in related]
         return {at: x for entry in entries for at, x in entry.checkpoints_of(key).items() if at < match.length(key)}
 
     def put(self, entry: Entry) -> None:

@@ -1,9 +1,8 @@
 """The quantized and exact tokens of one layer: pages, growth, counts on the device, eviction, crop, copies."""
 
-from .base import check_room, differ
 from .evicting import EvictingStorage, StaticLayout
 from .head_pages import HeadPages
 from .metadata import TokenMetadata
 from .paged import GROUP, MAX_GROWTH, PAGE, RowPages, growth
 from .pool import PageLayout, PagePool, aligned
-from .storage import Storage, attention_inputs_of
+from .storage import Storage, attention_inputs_of, check_room, differ

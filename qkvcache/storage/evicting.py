@@ -42,12 +42,11 @@ from ..kernels import (
 from ..kernels.pages import COLUMNS, RING_ROW, RING_START, RING_TOKENS, SINK_ROW, SINKS
 from ..policies import Arrivals, Budget, Policy, Rotation
 from ..policies.budget import ONE, Count, share_of, times
-from .base import LayerStorage, differ
 from .eviction import append_and_evict, append_and_share
 from .head_pages import HeadPages
 from .metadata import TokenMetadata, no_tokens
 from .paged import PAGE, RowPages
-from .storage import attention_inputs_of, sides_of, zeros
+from .storage import LayerStorage, attention_inputs_of, differ, sides_of, zeros
 
 
 @dataclass(eq=False)

@@ -40,9 +40,6 @@ class HeadPages(PagedTokens):
         self.lengths = fields["positions"].new_zeros(fields["positions"].shape[:2])
         self.bind()
 
-    def _lengths(self) -> Tensor:
-        return self.lengths
-
     def bind(self) -> None:
         super().bind()
         spare = len(self.pool.owners)

@@ -51,6 +51,11 @@ class PagedTokens:
         index: as of `PagePool`.
     """
 
+    lengths: Tensor | None = None
+    """Tokens of each head on the device, int32 `[B, H]`; None if all heads have as many."""
+    grows = False
+    """Whether pages are added between steps of compiled code."""
+
     def __init__(self, layout: PageLayout, like: Pair, heads: Sequence[int], static: bool = False, index: int = 0):
         self.codecs, self.dims, self.static = layout.codecs, layout.dims, static
         device = like[0].device
@@ -82,20 +87,15 @@ class PagedTokens:
         self.__dict__ |= state
         self.bind()
 
-    def _lengths(self) -> Tensor | None:
-        """Tokens of each head on the device; None if all have as many."""
-        return None
-
-    def _grows(self) -> bool:
-        return False
-
     def bind(self) -> None:
         """Writes the entries of the pages into the table, and renews `pages`, the input of kernels."""
-        pool, lengths, grows = self.pool, self._lengths(), self._grows()
+        pool = self.pool
         statistics = dict(self.statistics[0]), dict(self.statistics[1])  # as they are now, for whoever reads these tokens later
         slabs, firsts, self.table = self._entered(pool, self.table)
         size = pool.layout.page_size
-        self.pages = Pages(*self.codecs, slabs, firsts, size, statistics, self.table, lengths, pool.by_address, grows, step=pool.step)
+        self.pages = Pages(
+            *self.codecs, slabs, firsts, size, statistics, self.table, self.lengths, pool.by_address, self.grows, step=pool.step
+        )
         if pool.index is not None:
             slabs, firsts, self.index_table = self._entered(pool.index, self.index_table)
             self.pages.index = replace(self.pages, slabs=slabs, firsts=firsts, table=self.index_table, step=pool.index.step)
@@ -301,9 +301,6 @@ class RowPages(PagedTokens):
         if columns:
             self.table = torch.zeros(key.shape[0], columns, dtype=torch.int64, device=key.device)
         self.bind()
-
-    def _grows(self) -> bool:
-        return self.grows
 
     def bind(self) -> None:
         super().bind()

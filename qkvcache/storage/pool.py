@@ -24,7 +24,6 @@ from torch import Tensor
 
 from ..formats.base import Codec, Codes
 from ..kernels.pages import index_names
-from .host_memory import zeros_on_host
 
 ALIGNMENT = 64
 """The alignment of planes and of pages in bytes. Entries of tables count in this unit where kernels find pages by address."""
@@ -313,10 +312,25 @@ class PagePool:
                 yield from codec.roles(codes, dim)
 
 
+class _Bytes:
+    """A tensor of bytes in host memory, for `torch.as_tensor` on a GPU, which keeps it."""
+
+    def __init__(self, x: Tensor):
+        self.x = x
+        self.__cuda_array_interface__ = {"shape": tuple(x.shape), "typestr": "|u1", "data": (x.data_ptr(), False), "version": 2}
+
+
 @torch.inference_mode(False)  # tensors made in inference mode cannot be written outside of it
 def zeros(nbytes: int, device: torch.device, on_host: bool) -> Tensor:
-    """Zeros, uint8 `[nbytes]`, on `device`, or in host memory that it reads."""
-    return zeros_on_host(nbytes, device) if on_host else torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    """Zeros, uint8 `[nbytes]`, on `device`; with `on_host`, in locked (pinned) host memory, as a tensor of the GPU, whose operations on it
+    are as slow as the bus. Raises NotImplementedError if `device` has other addresses for host memory."""
+    if not on_host or device.type != "cuda":
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    held = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+    found = torch.as_tensor(_Bytes(held), device=device)
+    if found.data_ptr() != held.data_ptr():
+        raise NotImplementedError(f"offload_pages on {device}, which cannot read host memory by its address: leave it out")
+    return found
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,6 +13,7 @@ from qkvcache.kernels import AttentionInputs, PagedInputs, Pages
 from qkvcache.kernels import pages as reference
 from qkvcache.storage import HeadPages
 from qkvcache.storage.storage import sides_of
+from tests.codes import planes_of
 
 
 def pool(format: Format, like: tuple[Tensor, Tensor], pages: int, page: int, per_head: bool = False):
@@ -20,7 +21,7 @@ def pool(format: Format, like: tuple[Tensor, Tensor], pages: int, page: int, per
     planes, statistics = [], []
     for codec, x in zip(format.codecs(), like, strict=True):
         heads = 1 if per_head else x.shape[1]
-        each = codec.allocate(x.new_empty(pages, heads, 0, x.shape[3]), page)
+        each = planes_of(codec, x.new_empty(pages, heads, 0, x.shape[3]), page)
         for plane in each.values():
             plane.view(torch.uint8).fill_(0xFF)
         planes.append(each)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from qkvcache.formats import Codec, Codes
+from tests.codes import planes_of
 from tests.matrix import COVER, FORMATS, covering, slowly
 from tests.matrix import FORMATS as REGISTRY
 
@@ -103,7 +104,7 @@ def test_what_heads_share_may_be_held_by_each(format):
     for heads, tokens in ((3, 5), (4, 1)):
         x = data(2, heads, tokens, 64)
         codec = REGISTRY[format].key
-        each = codec.allocate(x, CAPACITY, per_head=True)
+        each = planes_of(codec, x, CAPACITY, per_head=True)
         planes = {name: plane.contiguous() for name, plane in each.items()}
         for plane in planes.values():
             plane.view(torch.uint8).fill_(SENTINEL)
