@@ -30,6 +30,8 @@ class HeadPages(PagedTokens):
     lengths     int32 `[B, H]`, tokens of each head
     """
 
+    lengths: Tensor
+
     def __init__(self, codecs: tuple[Codec, Codec], like: Pair, fields: dict[str, Tensor]):
         key, value = like
         layout = PageLayout(codecs, (key.shape[3], value.shape[3]), 1, PAGE, key.dtype)
