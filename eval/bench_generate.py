@@ -35,6 +35,7 @@ import torch
 from generate_runs import BUDGET, H2O, KINDS, QUANTO, READS, Bench, Run, fitting, free
 from gpu import device, gpu
 from harness import Table, device_name, in_time, outcome, parser_of, picture, pivot, read_rows, replace_rows, run_or_show
+from palette import UNCENTERED
 
 GIB = 2**30
 SECTIONS = ("prefill", "largest", "eviction", "decode", "budget", "profile")
@@ -176,12 +177,17 @@ def plot(rows: list[dict], path: Path) -> None:
     for row in sorted(rows, key=lambda row: (row["device"], row["batch"], row["context"], -row.get("ms", 0))):
         if row["section"] == "profile" and "ms" in row:
             panels.setdefault((row["device"], case(row)), []).append(row)
+    for at, found in panels.items():  # a format without its mean stands for it where it was measured alone
+        names = [label(row) for row in found]
+        panels[at] = [
+            row for row, name in zip(found, names, strict=True) if UNCENTERED not in name or name.replace(UNCENTERED, "") not in names
+        ]
     panels = {at: found for at, found in panels.items() if len(found) > 2}  # what was measured to be compared
     if not panels:
         return print("no rows of profile to plot")
     heights = [0.3 * len(bars) + 0.4 for bars in panels.values()]
-    shape = {"figsize": (11, sum(heights) + 0.55 * len(panels)), "height_ratios": heights, "layout": "constrained"}
-    with picture(path, len(panels), dpi=110, **shape) as (figure, axes):
+    shape = {"figsize": (11, sum(heights) + 0.75 * len(panels)), "height_ratios": heights, "layout": "constrained"}
+    with picture(path, len(panels), dpi=110, **shape) as (_, axes):
         for ((on, at), bars), axis in zip(panels.items(), axes[:, 0], strict=True):
             left = [0.0] * len(bars)
             for part, color in PARTS.items():
@@ -191,11 +197,12 @@ def plot(rows: list[dict], path: Path) -> None:
             for y, row in enumerate(bars):
                 size = held.get((on, at, label(row)))
                 axis.text(left[y], y, f" {row['ms']:.1f} ms" + (f", {size:.1f} GiB" if size else ""), va="center", fontsize=8)
-            axis.set_yticks(range(len(bars)), [label(row) for row in bars], fontsize=8)
-            axis.set(title=f"{at} tokens, {on}", xlim=(0, max(left) * 1.15))
+            axis.set_yticks(range(len(bars)), [label(row).replace(UNCENTERED, "") for row in bars], fontsize=8)
+            axis.set(
+                title=f"{at.replace('x', ' x ')} tokens, {on}", xlabel="milliseconds a step (left is better)", xlim=(0, max(left) * 1.15)
+            )
             axis.spines[["top", "right"]].set_visible(False)
         axes[0, 0].legend(fontsize=8, loc="center right")
-        figure.supxlabel("milliseconds a step (left is better)", fontsize=9)
 
 
 @torch.no_grad()

@@ -208,8 +208,10 @@ def draw_calibrated(path: Path) -> None:
         figure.legend(*grid[0][0].get_legend_handles_labels(), loc="lower center", ncols=6, fontsize=9, frameon=False)
 
 
-NAMED = {"hadaquant": (-3, -8), "turboquant": (3, 3)}
+NAMED = {"hadaquant": (-4, -9), "turboquant": (3, 4)}
 """Families whose points have names, and where those stand, in points; the others lie too close together."""
+CROWDED = "4bit_nc"
+"""Lies among points of other families: its color in the legend names it."""
 TITLES = {"demo": "embedded", "qwen2": "biased keys", "qwen3": "normed keys"}
 
 
@@ -229,9 +231,9 @@ def draw_formats(path: Path) -> None:
                     style = {"color": format_color(family), "marker": "o", "fillstyle": fill, "linestyle": line}
                     axes.plot([size for size, _, _ in some], [kl for _, kl, _ in some], label=family if recent else None, **style)
                     for size, kl, label in some if recent == 0 and family in NAMED else ():
-                        name = label.removeprefix(f"{family}_").removesuffix("_uncentered")
+                        name = label.removeprefix(f"{family}_").removesuffix("_uncentered").replace(CROWDED, "")
                         place = {"xytext": NAMED[family], "textcoords": "offset points", "ha": "right" if NAMED[family][0] < 0 else "left"}
-                        axes.annotate(name, (size, kl), fontsize=6, color=style["color"], **place)
+                        axes.annotate(name, (size, kl), fontsize=8, color=style["color"], **place)
             axes.set(
                 title=f"{TITLES[model]}: hollow, no exact tokens; filled, 4 + 64",
                 xlabel="bytes of a token and head (left is better)",
@@ -273,21 +275,22 @@ def draw_sinks(path: Path) -> None:
 
 def draw_budgets(path: Path) -> None:
     """KL and recall against the budget, a line a policy."""
-    rows = rows_of("eviction", "eviction_budgets")
-    titles = {
-        "kl": "KL divergence of what is read on, nats\n(lower is better)",
-        "recall_unseen": "recall, question unseen at eviction\n(higher is better)",
-        "recall_seen": "recall, question seen at eviction\n(higher is better)",
+    rows = [row for row in rows_of("eviction", "eviction_budgets") if row["share"] < 1]
+    panels = {
+        "kl": ("a text read on", "KL divergence, nats (lower is better)", 1),
+        "recall_unseen": ("question unseen at eviction", "facts recalled, % (higher is better)", 100),
+        "recall_seen": ("question seen at eviction", "facts recalled, % (higher is better)", 100),
     }
     styles = line_styles(dict.fromkeys(row["name"] for row in rows), policy_color)
-    with picture(path, 1, 3, figsize=(14, 4.5), dpi=130) as (_, (grid,)):
-        for axes, (value, title) in zip(grid, titles.items(), strict=True):
+    with picture(path, 1, 3, figsize=(14, 5), dpi=110, layout="constrained") as (figure, (grid,)):
+        for axes, (value, (title, label, scale)) in zip(grid, panels.items(), strict=True):
             for name, style in styles.items():
                 found = [row for row in rows if row["name"] == name]
-                axes.plot([100 * row["share"] for row in found], [row[value] for row in found], markersize=4, label=name, **style)
-            axes.set(title=title, xlabel=f"budget, % of {rows[0]['context']:,} tokens")
-        grid[0].set_yscale("symlog", linthresh=1e-2)
-        grid[0].legend(fontsize=8)
+                axes.plot([100 * row["share"] for row in found], [scale * row[value] for row in found], markersize=4, label=name, **style)
+            axes.set(title=title, xlabel=f"tokens kept, % of {rows[0]['context']:,} (left is smaller)", ylabel=label)
+            axes.grid(alpha=0.3)
+        grid[0].set_yscale("log")
+        figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=9, fontsize=9)
 
 
 def draw_combined(path: Path) -> None:
@@ -297,17 +300,26 @@ def draw_combined(path: Path) -> None:
     firsts = [row["name"].split(" ")[0] for row in rows]
     colors = [exact.get(first) or format_color(first) for first in firsts]
     panels = {
-        "requests": ("requests of 131,072 tokens on 8 x H100,\nLlama 70B, by arithmetic (right is better)", "{:,}", 1),
-        "kl": ("KL divergence, nats\n(left is better)", "{:.3f}", 1),
-        "recall_unseen": ("facts recalled, question unseen, %\n(right is better)", "{:.0f}", 100),
+        "requests": (
+            "requests of 131,072 tokens, by `plan`\n(right is better; hatched bars are cut)",
+            "{:,}",
+            1,
+        ),
+        "kl": ("KL, nats, keys without their mean\n(left is better)", "{:.3f}", 1),
+        "recall_unseen": ("facts recalled, question unseen, %\n(right is better)", "{:.0f} %", 100),
     }
-    with picture(path, 1, 3, figsize=(13, 5.5), dpi=130, sharey=True, layout="constrained") as (_, (grid,)):
+    names = [
+        row["name"].replace("_uncentered", "").replace(" + sinks 4 + recent 64 + H2O 30 %", " + sinks, recent, H2O 30 %") for row in rows
+    ]
+    with picture(path, 1, 3, figsize=(13, 5), dpi=110, sharey=True, layout="constrained") as (_, (grid,)):
         for axes, (value, (title, note, scale)) in zip(grid, panels.items(), strict=True):
             values = [scale * row[value] for row in rows]
-            axes.bar_label(axes.barh(range(len(rows)), values, color=colors), map(note.format, values), padding=4, fontsize=8)
-            axes.set_xlabel(title)
-            axes.margins(x=0.2)
-        grid[0].set(xscale="log", yticks=range(len(rows)), yticklabels=[row["name"] for row in rows], xlim=(8, 60_000))
+            most = 150 if value == "requests" else max(values)
+            for y, (size, color) in enumerate(zip(values, colors, strict=True)):
+                axes.barh(y, min(size, most), color=color, hatch="//" if size > most else "", edgecolor="white")
+                axes.annotate(note.format(size), (min(size, most), y), (4, 0), textcoords="offset points", va="center", fontsize=8)
+            axes.set(xlabel=title, xlim=(0, 1.25 * most))
+        grid[0].set(yticks=range(len(rows)), yticklabels=names)
         grid[0].invert_yaxis()
 
 
@@ -328,13 +340,14 @@ def draw_long_answers(path: Path) -> None:
             kls = [statistics.mean(kl) for kl in row["kls"].values()]
             if max(kls) > 1e-6:  # less is the order of sums
                 right.plot(middles, kls, **style)
-        left.set(title="share of answers that are still the dense run's (higher is better)", ylim=(-0.02, 1.02), xscale="log")
-        right.set(title="KL divergence along the dense run's answer, nats (lower is better)", xscale="log", yscale="log")
+        left.set(ylabel="share of answers equal to the dense run's\n(higher is better)", ylim=(-0.02, 1.02), xscale="log")
+        right.set(ylabel="KL along the dense run's answer, nats\n(lower is better)", xlim=(16, 1400), xscale="log", yscale="log")
         for axes in (left, right):
-            axes.xaxis.set_major_locator(ticker.FixedLocator([1, 4, 16, 64, 256, 1024]))
+            axes.xaxis.set_major_locator(ticker.FixedLocator([1, 4, 16, 32, 64, 128, 256, 512, 1024]))
+            axes.grid(alpha=0.3)
             axes.xaxis.set_major_formatter("{x:g}")
             axes.xaxis.set_minor_locator(ticker.NullLocator())
-            axes.set_xlabel("tokens of the answer")
+            axes.set_xlabel("token of the answer")
         figure.legend(loc="outside lower center", ncols=6, fontsize=8)
         figure.suptitle(f"{first['model']}, {first['prompts']} answers after {first['context']:,} tokens")
 

@@ -19,6 +19,8 @@ POLICIES = {
     "lagkv": "#aa4499", "knorm": "#999933", "random": "#000000", "expected_attention": "#cc6677", "compactor": "#ee7733",
     "kvzip": "#0077bb", "dropkv": "#ddcc77", "rkv": "#6699cc", "triattention": "#663333",
 }  # fmt: skip
+UNCENTERED = "_uncentered"
+"""The end of a format's name without the mean of keys."""
 LINES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "v"), ((0, (1, 3)), "D"), ((0, (5, 4, 1, 4)), "P"))
 """Dashes and markers."""
 

@@ -10,12 +10,11 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from error_bars import number, recalled
+from error_bars import number, recalled, share_error
 from harness import RESULTS, Table, picture, read_rows
-from palette import family, format_color, policy_color
+from palette import UNCENTERED, family, format_color, policy_color
 
 PICTURE = RESULTS / "overview.png"
-UNCENTERED = "_uncentered"
 RULE = (" --- ",)
 CACHES = {
     'QuantizedPerTokenCache(config, dtype="int8")': "int8",
@@ -41,8 +40,13 @@ def quality(format: str | None, policy: str | None = None, budget: float | None 
 
 def facts(row: dict) -> str:
     """The share of facts that are recalled, asked after the context and with it, in contexts of every length."""
+    return recalled(*counted(row))
+
+
+def counted(row: dict) -> tuple[int, int]:
+    """The facts that are recalled, and all that are asked for."""
     counts = [right for both in row["recall"].values() for right in both]
-    return recalled(sum(counts), row["cases"] * len(counts))
+    return sum(counts), row["cases"] * len(counts)
 
 
 def attention(format: str, case: str = "8x32768") -> dict | None:
@@ -125,6 +129,10 @@ BESIDE = {
 """Where names stand, in points from theirs; what is not here has its color in the legend alone."""
 
 
+CLOSEST = ("int8", "k8v4", "4bit_nc", "k4v3", "k3v3", "k3v2", "k2v2")
+"""Formats on the Pareto front of divergence, whose recall is drawn."""
+
+
 def short(row: dict) -> str:
     """A format without the family that the legend names; peers' with how they group values, where that is not the default."""
     name = row["format"].removeprefix("hadaquant_").removeprefix("turboquant_")
@@ -142,10 +150,19 @@ def points() -> list[dict]:
     return found + [row for row in rows("peers") if row["model"] == "smollm2" and "peer" in row and row["exact"] == "0 + 128"]
 
 
+def of_dense(row: dict) -> tuple[float, float]:
+    """Facts that are recalled, in percent of those of the uncompressed run on the same texts, and the standard error."""
+    dense = quality(None) if row["policy"] is None else next(other for other in rows("quality_policies") if other["format"] is None)
+    right, count = counted(row)
+    whole = counted(dense)[0] / 100
+    return right / whole, share_error(right, count) * count / whole
+
+
 def draw(path: Path) -> None:
     from matplotlib import ticker
 
-    with picture(path, dpi=110, figsize=(9, 5.2), layout="constrained") as (_, ((axes,),)):
+    steps = 0
+    with picture(path, 1, 2, dpi=100, figsize=(14, 5.4), width_ratios=(3, 2), layout="constrained") as (_, ((near, recall),)):
         for row in sorted(points(), key=lambda row: row["ratio"]):
             policy = row.get("policy")
             kind = f"4 bits + {policy}" if policy else family(row["format"]) + (" (transformers)" if "peer" in row else "")
@@ -153,19 +170,31 @@ def draw(path: Path) -> None:
             name = f"4 bits, {row['budget']:.0%} of the tokens" if policy == "snapkv" else "" if policy else short(row)
             marker = "X" if "peer" in row else "D" if policy else "o"
             drawn = {"marker": marker, "color": color, "markersize": 6, "elinewidth": 0.8, "linestyle": "none"}
-            axes.errorbar(row["ratio"], row["kl"], row["kl_error"], label=kind, **drawn)
+            near.errorbar(row["ratio"], row["kl"], row["kl_error"], label=kind, **drawn)
             if at := BESIDE.get(short(row) if not policy else "policy"):
                 side = {"ha": "right" if at[0] < 0 else "left", "va": "center", "fontsize": 8, "color": color}
-                axes.annotate(name, (row["ratio"], row["kl"]), at, textcoords="offset points", **side)
-        named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-        axes.legend(named.values(), named.keys(), loc="lower right", fontsize=8)
-        axes.set(xscale="log", yscale="log", xlim=(1.55, 22), xlabel="times smaller than DynamicCache in 16 bit  (right is better)")
-        axes.set_ylabel("KL divergence from the uncompressed model, nats\n(lower is better)")
-        axes.xaxis.set_major_locator(ticker.FixedLocator([2, 3, 4, 5, 6, 8, 10, 12]))
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_locator(ticker.NullLocator())
-        axes.grid(alpha=0.25)
-        axes.set_title("SmolLM2-135M-Instruct after 8,064 tokens: next-token divergence against memory (crosses: one text)", fontsize=10)
+                near.annotate(name, (row["ratio"], row["kl"]), at, textcoords="offset points", **side)
+            if "recall" in row and (policy or short(row) in CLOSEST):  # the others lie among these
+                share, error = of_dense(row)
+                recall.errorbar(row["ratio"], share, error, **drawn)
+                height = share if policy else min(share - error - 4, 83 - 5 * (steps % 2))
+                side = {"ha": "right" if policy else "center", "va": "center", "fontsize": 8, "color": color}
+                recall.annotate(name, (row["ratio"], height), (-8 if policy else 0, 0), textcoords="offset points", **side)
+                steps += not policy
+        named = dict(zip(*reversed(near.get_legend_handles_labels()), strict=True))
+        near.legend(named.values(), named.keys(), loc="lower right", fontsize=8)
+        near.set(yscale="log", title="next-token divergence (crosses: one text)")
+        near.set_ylabel("KL divergence from the uncompressed model, nats\n(lower is better)")
+        recall.axhline(100, color="black", linestyle=":", linewidth=1)
+        recall.set(ylim=(0, 118), title="facts of the context that are recalled")
+        recall.set_ylabel("facts, % of those that the uncompressed model recalls\n(higher is better)")
+        for axes in (near, recall):
+            axes.set(xscale="log", xlim=(1.55, 24), xlabel="times smaller than DynamicCache in 16 bit  (right is better)")
+            axes.xaxis.set_major_locator(ticker.FixedLocator([2, 3, 4, 5, 6, 8, 10, 12]))
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.xaxis.set_minor_locator(ticker.NullLocator())
+            axes.grid(alpha=0.25)
+        near.figure.suptitle("SmolLM2-135M-Instruct, 8,064 tokens, standard errors over the texts", fontsize=11)
 
 
 def main(arguments: list[str] | None = None) -> None:

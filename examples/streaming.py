@@ -67,20 +67,25 @@ def plot(rows: list[dict], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 6.5), sharex=True, height_ratios=(2, 1))
-    for name, style in zip(dict.fromkeys(row["cache"] for row in rows), ("-", "-", "--"), strict=True):  # the last lies on the first
+    names = dict.fromkeys(row["cache"] for row in rows)
+    for name, style, width in zip(names, ("-", "-", "--"), (7, 1.5, 1.5), strict=True):  # the last lies on the first
         found = [row for row in rows if row["cache"] == name]
         seen = [row["seen"] for row in found]
-        above.plot(seen, [row["perplexity"] for row in found], style, marker="o", markersize=4, label=name)
-        below.plot(seen, [row["bytes"] / 1e6 for row in found], style, marker="o", markersize=4, label=name)
+        above.plot(seen, [row["perplexity"] for row in found], style, linewidth=width, alpha=0.4 if width > 2 else 1, label=name)
     dense = [row["bytes"] * row["ratio"] / 1e6 for row in found]
-    below.plot(seen, dense, color="gray", linestyle=":", label="what a dense cache would hold")
-    above.axvline(4096, color="gray", linewidth=1)
-    above.set(yscale="log", ylabel="perplexity", title="An endless stream in constant memory; gray line: the trained context of 4,096")
+    below.plot(seen, dense, color="gray", linestyle=":", label="a DynamicCache")
+    below.plot(seen, [row["bytes"] / 1e6 for row in found], label="each of the three caches above")
+    above.axvline(4096, color="gray", linewidth=1, label="the trained context, 4,096 tokens")
+    above.set(yscale="log", ylabel="perplexity (lower is better)", title="An endless stream in constant memory")
+    above.yaxis.set_major_locator(ticker.FixedLocator([30, 50, 100, 200]))
+    above.yaxis.set_major_formatter("{x:g}")
+    above.yaxis.set_minor_locator(ticker.NullLocator())
     below.set(yscale="log", ylabel="MB held", xlabel="tokens seen")
-    above.legend()
+    below.xaxis.set_major_formatter("{x:,.0f}")
+    above.legend(fontsize=8)
     below.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
