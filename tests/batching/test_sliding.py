@@ -10,7 +10,7 @@ import transformers as hf
 
 from qkvcache import continuous_batching
 from qkvcache.formats import Int4, Int8
-from tests.matrix import _HYBRID, _NO_HEAD_DIM, _TINY
+from tests.matrix import _HYBRID, _NO_HEAD_DIM, _TINY, covering
 from tests.seeds import SEED
 
 from .requests import answers, assert_same, collect, greedy, pool, prompts, serving, single, waiting
@@ -109,11 +109,10 @@ class Quantizing(hf.DynamicCache):
         return tuple(found)
 
 
-@pytest.mark.parametrize("format", [Int8(center=False), Int4(center=False)], ids=lambda format: format.name)
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss", "mistral"])
-def test_quantized_windows(family, format):
+@pytest.mark.parametrize(("family", "rule"), covering(["gemma2", "gemma3", "gpt_oss", "mistral"], [Int8, Int4], strength=1))
+def test_quantized_windows(family, rule):
     """The same tokens as a cache that keeps everything and reads it as codes, while pages are written again and again."""
-    net, ids = network(family, 100), prompts(245)[0]
+    net, ids, format = network(family, 100), prompts(245)[0], rule(center=False)
     with continuous_batching(net, format, num_sink_tokens=0, residual_length=5), serving(net, max_batch_tokens=90) as manager:
         (got,) = answers(manager, [ids])
     assert assert_same(got, single(net, ids, format, chunk=90, cache=Quantizing(format, 5)))

@@ -77,6 +77,7 @@ def test_compiled_attention_is_that_of_eager_code(format):
     check_compiled_attention("aot_eager", format)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", slowly(FORMATS, ["turboquant_4bit_nc"]))
 def test_inductor_compiles_attention(format):
     check_compiled_attention("inductor", format)

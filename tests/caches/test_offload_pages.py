@@ -12,7 +12,7 @@ from qkvcache.kernels import AttentionBudget, attend_on_codes, select_blocks
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.snapshot import restore, snapshot
 from tests.kernels.test_pages import DEVICE, KERNELS
-from tests.matrix import FORMATS, model
+from tests.matrix import FORMATS, model, slowly
 from tests.reference import ZONES, assert_close, prompt, run
 from tests.updates import new
 
@@ -20,6 +20,8 @@ from .test_attention_budget import BUDGET, MODES
 
 ZONE = ZONES["zones"]
 CHANGES = "fork", "copy", "crop", "reorder", "select", "reset"
+BY_KERNELS = slowly([("fork", None), ("select", None), ("reorder", 320)], [("select", None)])
+"""Changes, and `max_length`."""
 KERNEL = pytest.param("triton", marks=KERNELS)
 
 
@@ -48,7 +50,7 @@ def assert_same(mine: CompressedCache, other: CompressedCache, pieces: list[torc
 @pytest.mark.parametrize(
     ("mode", "options"),
     [
-        *((mode, {}) for mode in MODES), ("beams", {"max_length": 300}), ("greedy", {"attention_budget": 0.3}),
+        *((mode, {}) for mode in slowly(MODES, ["chunked_prefill"])), ("beams", {"max_length": 300}), ("greedy", {"attention_budget": 0.3}),
         ("chunked_prefill", {"attention_rest": "coarse"}),
     ],
 )  # fmt: skip
@@ -110,7 +112,7 @@ def change(pair: list[CompressedLayer], what: str) -> list[CompressedLayer]:
     ("backend", "what", "length"),
     [
         *(("torch", what, None) for what in CHANGES), ("torch", "reset", 320),
-        *(pytest.param("triton", what, n, marks=KERNELS) for what, n in (("fork", None), ("select", None), ("reorder", 320))),
+        *(pytest.param("triton", what, n, marks=KERNELS) for what, n in BY_KERNELS),
     ],
 )  # fmt: skip
 def test_tokens_that_change_are_fetched_anew(backend, what, length, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qkvcache import CompressedCache
-from tests.matrix import POLICIES, model
+from tests.matrix import POLICIES, covering, model
 
 KINDS = {
     "growing": {"format": "int8", "residual_length": 8},
@@ -18,19 +18,25 @@ OPTIONS = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_t
 SEEN = 34  # after a prompt of 30: the last token that is generated has not been read
 
 
-@pytest.fixture(params=["llama-sdpa", "llama-eager", "gemma3-sdpa"])
-def network(request):
-    return model(*request.param.split("-"))
+@pytest.fixture(params=covering(["llama-sdpa", "llama-eager", "gemma3-sdpa"], KINDS, strength=1), ids="-".join)
+def pair(request):
+    """A model with an attention implementation, and a kind of cache."""
+    return request.param
+
+
+@pytest.fixture
+def network(pair):
+    return model(*pair[0].split("-"))
 
 
 def ids(tokens: int, rows: int = 1) -> torch.Tensor:
     return torch.randint(3, 90, (rows, tokens))
 
 
-@pytest.fixture(params=list(KINDS))
-def used(request, network):
+@pytest.fixture
+def used(pair, network):
     """A cache after a turn, and the text so far."""
-    cache = CompressedCache(network.config, **KINDS[request.param])
+    cache = CompressedCache(network.config, **KINDS[pair[1]])
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".* and the cache has seen")
         text = network.generate(ids(30), past_key_values=cache, **OPTIONS)
@@ -70,12 +76,11 @@ def test_going_on_is_not_said(network, used):
         network.generate(ids(SEEN), past_key_values=cache, **OPTIONS)
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_padding_in_chunks_is_not_said(kind, network):
+def test_padding_in_chunks_is_not_said(pair, network):
     """Not even where all rows begin with more of it than a chunk."""
     inputs, mask = ids(40, rows=2), torch.ones(2, 40, dtype=torch.long)
     mask[0, :20] = mask[1, :9] = 0
-    cache = CompressedCache(network.config, **KINDS[kind])
+    cache = CompressedCache(network.config, **KINDS[pair[1]])
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".* and the cache has seen")
         text = network.generate(inputs, attention_mask=mask, past_key_values=cache, prefill_chunk_size=8, **OPTIONS)

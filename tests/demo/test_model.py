@@ -11,6 +11,7 @@ from qkvcache.demo.show import ask_later
 from qkvcache.evaluation.quality import Passages, RecallSet, at_once, divergence, recall
 from qkvcache.evaluation.recall import recall_case
 from qkvcache.policies import SnapKV
+from tests.matrix import slowly
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def test_it_recalls_code_words_that_it_read(loaded):
     assert right >= 5
 
 
-@pytest.mark.parametrize("format", ["int8", "nvfp4", "turboquant_4bit_nc"])
+@pytest.mark.parametrize("format", slowly(["int8", "nvfp4", "turboquant_4bit_nc"], ["turboquant_4bit_nc"]))
 def test_recall_survives_compression(loaded, format):
     model, tokenizer, ids = loaded
     cases = RecallSet.make(model, tokenizer, ids, 500, 4)

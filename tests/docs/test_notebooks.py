@@ -39,7 +39,13 @@ def shallow(*args):
     return model, tokenizer
 
 
-@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem != "prefix_store"], ids=lambda path: path.stem)
+SLOW = ("eviction", "formats_compared", "lm_eval")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in SLOW)) for path in NOTEBOOKS if path.stem != "prefix_store"],
+)
 def test_cells_run(path, monkeypatch):
     """With fewer formats, where all are compared, and on two layers of the embedded model, which then says little of use."""
     if path.stem != "formats_compared":  # which compares layers

@@ -27,6 +27,7 @@ def test_small_steps_measure_what_one_step_does(study):
         assert ll == pytest.approx(log_probs.gather(-1, ids[0, -len(question.answer) :, None]).mean().item(), rel=5e-3, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_rows_become_a_table_and_a_picture(study, tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
     options = ["--tokens", "500", "--shares", "0.125", "--policies", "coarse", "keydiff", "--formats", "--tasks", "multikey"]
