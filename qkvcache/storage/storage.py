@@ -232,7 +232,10 @@ class Storage(LayerStorage):
         self.tokens = RowPages(codecs, like, static=self.static, grows=self.static and max_length is None, offloads=offloads)
         self.reset_counts()
         slots = self.overflow(like[0].shape[2]) if max_length is None else max(max_length - num_sink_tokens - self.slots, 0)
-        if slots:
+        if slots and device.type == "meta":  # for planning: there may be billions of pages
+            self.tokens.simulate(lambda groups: slots, 0)
+            self.tokens.length = 0
+        elif slots:
             self.tokens.reserve(slots)
         self._number_rows()
         self.bind()

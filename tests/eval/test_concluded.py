@@ -4,6 +4,8 @@ import importlib
 
 import pytest
 
+from tests.matrix import slowly
+
 concluded = importlib.import_module("concluded")
 SAID = {
     "keys": "| 2 bits, exact: rest, keys | .038 ± .003 | .047 ± .008 | .0194 ± .0014 | .048 ± .009 |",
@@ -22,7 +24,7 @@ def test_tables_have_the_numbers_of_the_rows(study, capsys):
     assert SAID[study] in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("study", concluded.PICTURES)
+@pytest.mark.parametrize("study", slowly(concluded.PICTURES, [*concluded.PICTURES][:1]))
 def test_pictures_are_drawn(study, tmp_path):
     concluded.main([study, "--plot", "--folder", str(tmp_path)])
     assert (tmp_path / f"{concluded.PICTURES[study][0]}.png").stat().st_size > 10_000
