@@ -33,4 +33,5 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links to such pictures lead into the site."""
-    return re.sub(rf"\]\((?:\.\./)+(?:{'|'.join(DRAWN)})/([\w-]+\.png)\)", r"](../pictures/\1)", markdown)
+    root = "../" * page.file.src_uri.count("/")
+    return re.sub(rf"\]\((?:\.\./)+(?:{'|'.join(DRAWN)})/([\w-]+\.png)\)", rf"]({root}pictures/\1)", markdown)

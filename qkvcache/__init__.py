@@ -49,7 +49,7 @@ __all__ = [
     "recommend",
     "warmup",
 ]
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _PARTS = {"attention", "batching", "caches", "demo", "evaluation", "formats", "kernels", "layers", "models"}
 _PARTS |= {"planning", "policies", "prefix", "storage"}

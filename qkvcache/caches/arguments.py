@@ -21,7 +21,7 @@ FORMER = {
     "exact_layers": "skip_layers",
     "window": "window_length",
 }
-"""Options by their names before 0.2."""
+"""Options by their names before 0.3."""
 LEAST_READ, LEAST_AUTO = 512, 2048
 """The fewest tokens that attention reads under a budget that is a share, and under "auto"."""
 OWN_ATTENTION = frozenset((

@@ -110,7 +110,7 @@ def check_size(name: str, size: int | float, least: int = 0) -> None:
     if isinstance(size, bool) or not isinstance(size, int | float):
         raise TypeError(f"{name} must be a number of tokens (int) or a share (float), got {size!r}")
     if size < 0 or (least and not size) or (isinstance(size, float) and not size <= 1):
-        shares = "above 0 and up to 1" if least else "from 0 to 1"
+        shares = "above 0 and below 1" if least else "from 0 to 1"
         raise ValueError(f"{name}={size!r}: must be {least} or more tokens (int), or a share {shares} (float)")
 
 

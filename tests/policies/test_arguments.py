@@ -40,7 +40,7 @@ from tests.matrix import model
 WRONG = [
     *[(kind, {"budget": 0}, ValueError, "budget=0") for kind in (H2O, TOVA, SnapKV, KeyDiff, LagKV, Knorm, Random)],
     *[
-        (H2O, {"budget": x}, ValueError, f"budget={x}: must be 1 or more tokens (int), or a share above 0 and up to 1 (float)")
+        (H2O, {"budget": x}, ValueError, f"budget={x}: must be 1 or more tokens (int), or a share above 0 and below 1 (float)")
         for x in (0, -3, 0.0, 1.5)
     ],
     (H2O, {"budget": math.nan}, ValueError, "budget=nan"),
