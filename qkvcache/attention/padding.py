@@ -1,5 +1,5 @@
 """Callbacks from attention to the layers that returned plain keys. A layer learns the queries and the padding of a
-prompt, which only the mask shows, and may replace the mask."""
+prompt, which only the mask shows, and may replace the mask, or attend itself."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from .masks import new_tokens
 
 class PlainAttention(NamedTuple):
     """Attention of the queries `[B, Hq, Q, D]` of `module` over plain keys; `mask` and further `keywords` as transformers makes them for
-    `implementation`."""
+    `implementation`. `output` `[B, Q, Hq, D]`: the result, if the layer has attended itself."""
 
     implementation: str
     module: torch.nn.Module
     query: Tensor
     mask: Any
     keywords: dict[str, Any]
+    output: Tensor | None = None
 
     def is_valid(self) -> Tensor | None:
         """The step's tokens that are not padding, bool `[B, Q]`; None: all."""
@@ -34,17 +35,20 @@ _pending: dict[int, tuple[weakref.ref, weakref.WeakMethod]] = {}
 
 def await_attention(keys: Tensor, callback: Callable[[PlainAttention], PlainAttention | None]) -> None:
     """Calls `callback`, a bound method, when attention receives `keys`, once for each layer that shares them. The
-    callback returns the attention with a new mask, or None to leave the mask. Keeps neither the keys nor the method's
-    object alive."""
+    callback returns the attention with a new mask or with its output, or None to leave the mask. Keeps neither the keys
+    nor the method's object alive."""
     at = id(keys)
     _pending[at] = weakref.ref(keys, lambda _: _pending.pop(at, None)), weakref.WeakMethod(callback)
 
 
-def report_attention(implementation: str, module: torch.nn.Module, query: Tensor, keys: Any, mask: Any, keywords: dict[str, Any]) -> Any:
-    """Calls the callback that waits for `keys`, if any, and returns the mask to use."""
+def report_attention(
+    implementation: str, module: torch.nn.Module, query: Tensor, keys: Any, mask: Any, keywords: dict[str, Any]
+) -> tuple[Any, Tensor | None]:
+    """Calls the callback that waits for `keys`, if any, and returns the mask to use and `PlainAttention.output`."""
     if _pending and (pending := _pending.get(id(keys))):
         callback = pending[1]()
         if callback is not None and pending[0]() is keys:
             attention = PlainAttention(implementation, module, query, mask, keywords)
-            return (callback(attention) or attention).mask
-    return mask
+            attention = callback(attention) or attention
+            return attention.mask, attention.output
+    return mask, None

@@ -141,8 +141,8 @@ def route(
     if implementation == NAME and (indices := kwargs.pop("indices", None)) is not None:
         given = chosen_columns(given, indices)  # of an indexer, which makes masks for sdpa and eager alone
     if not isinstance(key, CompressedKV) and not isinstance(value, CompressedKV):
-        mask = report_attention(implementation, module, query, key, given, kwargs)
-        return stock(module, query, key, value, mask, *args, **kwargs)
+        mask, out = report_attention(implementation, module, query, key, given, kwargs)
+        return stock(module, query, key, value, mask, *args, **kwargs) if out is None else (out, None)
     if isinstance(key, CompressedKV) and isinstance(value, CompressedKV) and key.form == value.form == "tiled":
         query = query.unflatten(1, (key.repeats, -1)).transpose(1, 2).flatten(1, 2)  # as if `repeat_kv` had repeated the heads
         key, value = (x.like(x.columns, x.repeats, "plain") for x in (key, value))

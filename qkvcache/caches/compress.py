@@ -21,6 +21,7 @@ from ..attention.padding import PlainAttention, await_attention
 from ..attention.projection import OutputProjection
 from ..attention.route import NAME, install
 from ..kernels import Pair, sum_attention
+from ..kernels.attend_chunked import ChunkedKV, attend_chunked, supports_queries
 from ..layers.evicting import EvictingLayer
 from ..policies import KVzip
 from ..policies.budget import share_of
@@ -120,17 +121,31 @@ class ReadingLayer(DynamicLayer):
 
     @torch.no_grad()
     def receive_attention(self, attention: PlainAttention) -> PlainAttention | None:
-        """Scores the context by the queries of a reading, and replaces the model's mask, which covers the whole
-        context."""
+        """Scores the context by the queries of a reading, and attends, or replaces the model's mask, which covers the
+        whole context."""
         if self.module is None:
-            self.module, self.query = attention.module, attention.query[:, :, :0]
+            self.module, self.query = attention.module, attention.query[:, :, :0].clone()  # a view would keep all queries alive
         if self.reading is None:
             return None
+        output, lse = self._attend(attention, self.reading)
         if attention.module is self.module:  # other layers may share its keys
-            self._score(attention, self.reading)
+            self._score(attention, self.reading, lse)
+        if output is not None:
+            return attention._replace(output=output.transpose(1, 2).contiguous())
         return attention._replace(mask=self.reading.mask(attention.implementation, attention.query))
 
-    def _score(self, attention: PlainAttention, reading: Reading) -> None:
+    def _attend(self, attention: PlainAttention, reading: Reading) -> tuple[Tensor | None, Tensor | None]:
+        """Attention `[B, Hq, R, D]` of a reading and the log of its normaliser, where flash attention knows both; else None."""
+        query, (keys, values) = attention.query, self.local  # type: ignore[misc]
+        known = not reading.padded and attention.implementation in ("sdpa", NAME) and not attention.keywords.get("dropout")
+        if not known or not query.is_cuda or not supports_queries(query, values.shape[3]):
+            return None, None
+        options = kernel_options(attention.implementation, query, attention.keywords)
+        if options["sinks"] is not None:  # the scores leave them out
+            return None, None
+        return attend_chunked(query, ChunkedKV((keys, values), 0, lambda _: iter(())), **options)[:2]
+
+    def _score(self, attention: PlainAttention, reading: Reading, lse: Tensor | None) -> None:
         query, (keys, values) = attention.query, self.local  # type: ignore[misc]
         columns, is_valid = reading.columns.to(keys.device), reading.is_valid.to(keys.device)
         heads, count = keys.shape[1], columns.shape[1]
@@ -139,8 +154,9 @@ class ReadingLayer(DynamicLayer):
             observed = observed / self.inputs.to(keys.device)  # type: ignore[union-attr]
         options = kernel_options(attention.implementation, query, attention.keywords)
         by_query_head = keys.repeat_interleave(query.shape[1] // heads, dim=1)
-        known = {"scaling": options["scaling"], "softcap": options["softcap"], "power": NORM, "columns": count}
-        norms = sum_attention(query, by_query_head, observed, is_valid, **known).pow_(1 / NORM).unflatten(1, (heads, -1))
+        known = {"scaling": options["scaling"], "softcap": options["softcap"], "power": NORM, "columns": count, "lse": lse}
+        visible = is_valid if reading.padded else None
+        norms = sum_attention(query, by_query_head, observed, visible, **known).pow_(1 / NORM).unflatten(1, (heads, -1))
         best = (norms * _factors(attention.module, query, values[:, :, :count]) if self.normalized else norms).amax(2)
         if self.scores is None:
             self.scores = torch.zeros(*self.keys.shape[:3], device=keys.device)  # type: ignore[union-attr]
@@ -196,28 +212,39 @@ def read_twice(
     for i, layer in enumerate(dense.layers):
         if type(layer) is DynamicLayer:
             dense.layers[i] = ReadingLayer(policy.num_sink_tokens, policy.kvzip_plus_normalization)
-    _forward(model, dense, ids, mask, ids.shape[1])
-    others = {i: copy.deepcopy(x) for i, x in enumerate(dense.layers) if not isinstance(x, ReadingLayer)}
     order = (mask == 0).int().argsort(dim=-1, stable=True)  # columns of each row's tokens, then padding
     lengths = mask.sum(-1)
-    longest, sinks = int(lengths.max()), policy.num_sink_tokens
+    (shortest, longest), sinks = torch.stack(lengths.aminmax()).tolist(), policy.num_sink_tokens
+    padded = shortest < ids.shape[1]
+    _forward(model, dense, ids, mask, ids.shape[1], padded)
+    others = {i: copy.deepcopy(x) for i, x in enumerate(dense.layers) if not isinstance(x, ReadingLayer)}
     steps = range(min(sinks, longest), longest, policy.chunk_size)
-    handles = _watch_inputs(model, dense) if policy.kvzip_plus_normalization else []
+    instructions = [_instruction(tokenizer, later, ids.device) for later in (False, True)]
+    readers = [layer for layer in dense.layers if isinstance(layer, ReadingLayer)]
+    handles = _watch_inputs(readers) if policy.kvzip_plus_normalization else []
     try:
         for begin in track(steps, "reading the context again", len(steps), progress):
-            _read(model, dense, ids, mask, order, lengths, begin, policy, _instruction(tokenizer, begin > sinks, ids.device))
+            end = min(begin + policy.chunk_size, longest)
+            local, tokens, is_valid = _reading(ids, order, lengths, begin, end, shortest < end, sinks, instructions[begin > sinks])
+            for layer in readers:
+                layer.reading = local
+            whole = torch.cat([ids, tokens], dim=1), torch.cat([mask, is_valid.to(mask.dtype)], dim=1)
+            _forward(model, dense, *whole, tokens.shape[1], padded)
             for i, layer in others.items():
                 dense.layers[i] = copy.deepcopy(layer)
+        for layer in readers:
+            layer.reading = layer.local = None
     finally:
         for handle in handles:
             handle.remove()
     return dense, others
 
 
-def _forward(model: PreTrainedModel, cache: DynamicCache, ids: Tensor, mask: Tensor, count: int) -> None:
-    """Runs the last `count` tokens of `ids` `[B, T]`; `mask` `[B, T]` is 0 for padding."""
+def _forward(model: PreTrainedModel, cache: DynamicCache, ids: Tensor, mask: Tensor, count: int, padded: bool) -> None:
+    """Runs the last `count` tokens of `ids` `[B, T]`; `mask` `[B, T]` is 0 for padding, if there is any."""
     positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -count:]
-    model(ids[:, -count:], attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    given = mask if padded else None  # transformers would read it, and so wait for the device
+    model(ids[:, -count:], attention_mask=given, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
 def _instruction(tokenizer: Any, later: bool, device: torch.device) -> Tensor:
@@ -226,42 +253,31 @@ def _instruction(tokenizer: Any, later: bool, device: torch.device) -> Tensor:
     return torch.tensor(found, dtype=torch.long, device=device)
 
 
-def _read(
-    model: PreTrainedModel, dense: DynamicCache, ids: Tensor, mask: Tensor, order: Tensor, lengths: Tensor, begin: int, policy: KVzip,
-    instruction: Tensor,
-) -> None:  # fmt: skip
-    """Reads the tokens `begin` to `begin + chunk_size` of each row again, at positions after the whole context."""
-    sinks, size, device = policy.num_sink_tokens, policy.chunk_size, ids.device
-    end = min(begin + size, int(lengths.max()))
+def _reading(
+    ids: Tensor, order: Tensor, lengths: Tensor, begin: int, end: int, padded: bool, sinks: int, instruction: Tensor
+) -> tuple[Reading, Tensor, Tensor]:
+    """The reading that repeats the tokens `begin` to `end` of each row, its token ids `[B, R]`, and which of them are not padding."""
     hint = min(HINT, begin - sinks) if len(instruction) else 0
-    place = torch.arange(begin - hint, end, device=device)
+    place = torch.arange(begin - hint, end, device=ids.device)
     at = order[:, begin - hint : end]
     real = place < lengths[:, None]
     real &= (begin < lengths)[:, None]  # a row that has ended repeats nothing, not even the hint
     asked = instruction.expand(len(ids), -1)
-    reading = torch.cat([asked, ids.gather(1, at)], dim=1)
+    tokens = torch.cat([asked, ids.gather(1, at)], dim=1)
     is_valid = torch.cat([(begin < lengths)[:, None].expand_as(asked), real], dim=1)
     left = is_valid.int().argsort(dim=-1, stable=True)  # padding to the left
-    reading, is_valid = reading.gather(1, left), is_valid.gather(1, left)
-    first = torch.arange(sinks, device=device)
+    tokens, is_valid = tokens.gather(1, left), is_valid.gather(1, left)
+    first = torch.arange(sinks, device=ids.device)
     columns = torch.cat([order[:, :sinks], order[:, begin:end]], dim=1)
     attended = torch.cat([first < lengths[:, None], place[hint:] < lengths[:, None], is_valid], dim=1)
-    local = Reading(columns, attended, padded=not bool(attended.all()))
-    for layer in dense.layers:
-        if isinstance(layer, ReadingLayer):
-            layer.reading = local
-    whole = torch.cat([ids, reading], dim=1), torch.cat([mask, is_valid.to(mask.dtype)], dim=1)
-    _forward(model, dense, *whole, reading.shape[1])
-    for layer in dense.layers:
-        if isinstance(layer, ReadingLayer):
-            layer.reading = layer.local = None
+    return Reading(columns, attended, padded), tokens, is_valid
 
 
-def _watch_inputs(model: PreTrainedModel, dense: DynamicCache) -> list[Any]:
+def _watch_inputs(layers: list[ReadingLayer]) -> list[Any]:
     """Passes to each layer the norms of its attention's inputs."""
     handles = []
-    for layer in dense.layers:
-        if isinstance(layer, ReadingLayer) and layer.module is not None:
+    for layer in layers:
+        if layer.module is not None:
 
             def before(module: Any, args: tuple, kwargs: dict, layer: ReadingLayer = layer) -> None:
                 states = args[0] if args else kwargs["hidden_states"]
