@@ -15,6 +15,7 @@ from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.layers.snapshot import restore, snapshot
 from qkvcache.policies.budget import ONE
 from qkvcache.policies.kvzip import weigh_heads
+from tests.allocations import Allocations
 from tests.matrix import UNSUPPORTED, model
 from tests.seeds import SEED
 
@@ -308,6 +309,15 @@ def test_attention_implementations_score_alike(name, implementation):
     )
     full = [i for i, layer in enumerate(stock.layers) if isinstance(layer, EvictingLayer)]
     assert full and [kept(stock, i, row) for i in full for row in range(2)] == [kept(other, i, row) for i in full for row in range(2)]
+
+
+def test_the_peak_is_that_of_a_prefill():
+    network, ids = model("llama"), text(1, 1024)
+    with torch.no_grad(), Allocations() as dense:
+        network(ids, past_key_values=DynamicCache(config=network.config), logits_to_keep=1)
+    with Allocations() as twice:
+        compressed(network, ids, kvzip(budget=64, chunk_size=64))
+    assert twice.peak <= 1.05 * dense.peak
 
 
 def test_fast_attention_gets_no_mask_of_queries_by_tokens():

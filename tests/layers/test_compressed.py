@@ -7,13 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from qkvcache.attention import CompressedKV
 from qkvcache.kernels import attend, segments
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.snapshot import snapshot
+from tests.allocations import Allocations
 from tests.matrix import COVER
 from tests.matrix import FORMATS as REGISTRY
 from tests.tolerance import same_decoded
@@ -288,28 +287,6 @@ def test_tensors_are_all_that_is_held(format):
     if format != "identity":  # those bytes are counted for bf16
         statistics = sum(t.nbytes for side in layer.storage.tokens.statistics for t in side.values())
         assert codes == ROWS * per_token * layer.storage.tokens.capacity + statistics
-
-
-class Allocations(TorchDispatchMode):
-    """Sizes of floating storages that are made inside, and the most bytes alive at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.largest = self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        out = func(*args, **kwargs or {})
-        self.alive = {key: held for key, held in self.alive.items() if not held[0].expired()}
-        for t in torch.utils._pytree.tree_leaves(out):
-            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in given:
-                storage = t.untyped_storage()
-                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-                if t.is_floating_point() or t.is_complex():  # a table of several levels a row is gathered as complex numbers
-                    self.largest = max(self.largest, storage.nbytes())
-        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
-        return out
 
 
 @pytest.mark.parametrize("format", ["identity", "int8_asymmetric", "int4", "nvfp4", "turboquant_4bit_nc", "turboquant_3bit_nc"])

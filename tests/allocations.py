@@ -1,0 +1,30 @@
+"""The memory that torch allocates, on any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Allocations(TorchDispatchMode):
+    """Sizes of floating storages that are made inside, and the most bytes alive at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.largest = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        out = func(*args, **kwargs or {})
+        self.alive = {key: held for key, held in self.alive.items() if not held[0].expired()}
+        for t in torch.utils._pytree.tree_leaves(out):
+            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in given:
+                storage = t.untyped_storage()
+                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                if t.is_floating_point() or t.is_complex():  # a table of several levels a row is gathered as complex numbers
+                    self.largest = max(self.largest, storage.nbytes())
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return out
