@@ -27,7 +27,7 @@ class KVzip(Policy):
         cache.compress(model, context_ids, tokenizer=tokenizer)
         model.generate(context_and_question_ids, past_key_values=cache)
 
-    The score depends on no question, but the model must be able to repeat its context. `compress` takes 2.3 times as long as a prefill, and
+    The score depends on no question, but the model must be able to repeat its context. `compress` takes twice as long as a prefill, and
     holds the context uncompressed until the second reading ends. The context is repeated in chunks, whose tokens attend to the sinks, the
     chunk and its repetition alone, so that a token costs the same in a context of any length. With the authors they attend to the whole
     context, which recalls the same and takes longer. Tokens after the context have a higher score than all tokens of it: they evict the
