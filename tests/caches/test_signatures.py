@@ -29,6 +29,7 @@ def test_type_checkers_know_the_same_options():
     assert typing.get_type_hints(Options).keys() == GENERAL.keys() - {"format"} - OF_FORMATS
 
 
+@pytest.mark.slow
 def test_an_editor_completes_options_of_a_named_cache():
     jedi = pytest.importorskip("jedi")
     (signature,) = jedi.Script("from qkvcache.caches import TurboQuantCache\nTurboQuantCache(config, ").get_signatures()

@@ -13,6 +13,7 @@ def study():
     return importlib.import_module("attention_budget")
 
 
+@pytest.mark.slow
 def test_small_steps_measure_what_one_step_does(study):
     bench = study.Steps(study.parser().parse_args(["--tokens", "500"]))
     lengths, forward = [], bench.model.forward

@@ -13,6 +13,7 @@ import load_batching  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")
 
 
+@pytest.mark.slow
 def test_every_request_has_its_own_answer_and_leaves_nothing(capfd):
     counts = load_batching.run(30, 8)
     assert sum(counts[kind] for kind in ("whole", "stream", "leaves", "refused")) == 30

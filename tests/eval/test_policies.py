@@ -65,6 +65,7 @@ def test_steps_of_a_chain_lead_from_the_last_name_to_the_number(tasks, writer):
         assert f"of {answers[begin + 1]}?" in text[begin + 2] and answers[begin + 2].isdigit()
 
 
+@pytest.mark.slow
 def test_one_step_measures_what_the_model_says_of_the_whole(study, tasks, loaded):
     """A budget that holds everything: rows of different lengths, questions seen or not, are those of a plain forward."""
     model, tokenizer = loaded
@@ -113,6 +114,7 @@ def parsed(study, text):
     return study.parser().parse_args(text.split())
 
 
+@pytest.mark.slow
 def test_rows_of_shards_tables_and_pictures(study, tmp_path, capsys, monkeypatch):
     whole, parts = tmp_path / "whole.jsonl", [tmp_path / f"{shard}.jsonl" for shard in range(2)]
     options = [*SMALL.split(), "--questions", "unseen", "--formats", "identity"]

@@ -11,6 +11,7 @@ def study():
     return importlib.import_module("quality"), importlib.import_module("quality_pictures")
 
 
+@pytest.mark.slow
 def test_rows_tables_and_pictures(study, tmp_path, capsys):
     quality, pictures = study
     file = tmp_path / "rows.jsonl"

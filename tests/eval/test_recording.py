@@ -21,6 +21,7 @@ from qkvcache.policies import (
     SnapKV,
 )
 from tests.matrix import model as tiny
+from tests.matrix import slowly
 
 POLICIES = [
     H2O(budget=64), H2O(budget=64, decay=0.9), TOVA(budget=64), CriticalKV(TOVA(budget=64)), SnapKV(budget=64),
@@ -45,7 +46,7 @@ def recorded(loaded, ids):
     return record(loaded[0], ids)[0]
 
 
-@pytest.mark.parametrize("format", [None, "fp8"])
+@pytest.mark.parametrize("format", slowly([None, "fp8"], ["fp8"]))
 @of_policy
 def test_the_record_fills_a_cache_as_the_model_does(loaded, ids, recorded, policy, format):
     model = loaded[0]
@@ -71,7 +72,7 @@ def test_bytes_are_those_of_sixteen_bit(loaded, ids, recorded, policy):
     assert filled.nbytes == run.nbytes
 
 
-@pytest.mark.parametrize("options", [{}, {"kvzip_plus_normalization": True}, {"layerwise": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, *slowly([{"kvzip_plus_normalization": True}, {"layerwise": True}], [])], ids=str)
 def test_a_second_reading_fills_several_caches_as_compress_does(loaded, ids, options):
     model, tokenizer = loaded
     recorded, _ = record(model, ids)

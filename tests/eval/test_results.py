@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.matrix import slowly
+
 EVAL = Path(__file__).parents[2] / "eval"
 SHOWN = {
     "quality": ["hadaquant_k4v4 ", "--markdown"],
@@ -14,7 +16,7 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("command", SHOWN)
+@pytest.mark.parametrize("command", slowly(SHOWN, [*SHOWN][:1]))
 def test_rows_are_shown_and_drawn(command, tmp_path, capsys):
     name, *options = command.split()
     study = importlib.import_module(name)

@@ -111,8 +111,7 @@ def test_formats_and_policies_in_models(name, policy, format):
     check(read(name, 150, 2, **options), name, 150, 2, **options)
 
 
-@pytest.mark.parametrize("zones", [(0, 0), (4, 64), (100, 3), (3, 1)])
-@pytest.mark.parametrize("prompt", [1, 5, 80, 200])
+@pytest.mark.parametrize(("zones", "prompt"), covering([(0, 0), (4, 64), (100, 3), (3, 1)], [1, 5, 80, 200], strength=1))
 def test_zones_and_steps(zones, prompt):
     for options in ({"format": FORMATS["fp8_tensor_frozen"]}, {"format": "int4", "policy": policies.Knorm(budget=0.3)}):
         options |= {"num_sink_tokens": zones[0], "residual_length": zones[1]}
@@ -250,7 +249,7 @@ COUNTERS = 200
 @pytest.mark.parametrize("policy", ["none", *POLICIES])
 def test_preallocated_caches(policy, rows):
     config = MODELS["llama"]()
-    formats = COVER if policy in ("none", "h2o") else ("fp8", "int8_token")
+    formats = COVER if policy == "none" else ("fp8", "int8_token")
     for format in formats:
         for skip_layers in ((), (1,)) if policy in ("none", "h2o") else ((),):
             options = {"format": FORMATS[format], "policy": ALL_POLICIES[policy](40), "skip_layers": skip_layers, "max_length": 700}
