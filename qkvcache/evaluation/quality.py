@@ -26,6 +26,8 @@ from ..storage import GROUP
 from .recall import CODE_WORD, Form, RecallCase, recall_case
 
 CacheFactory = Callable[[], Cache]
+DISTRACTORS = 3
+"""Facts about other names in a recall case."""
 SCORES = 2**30
 """The most attention scores of one forward pass, since torch allocates all of them in fp32 for grouped heads."""
 
@@ -218,7 +220,6 @@ class RecallSet:
         tokens: int,
         count: int,
         *,
-        distractors: int = 3,
         seed: int = 0,
         seen: bool = False,
         form: Form = CODE_WORD,
@@ -226,11 +227,11 @@ class RecallSet:
         """Makes `count` contexts of nearly `tokens` tokens from `text_ids`, with the fact at depths from 0 to 95 %."""
         rng = random.Random(seed)
         cases, rows = [], []
-        filler_tokens = tokens - form.tokens * (distractors + 1)
+        filler_tokens = tokens - form.tokens * (DISTRACTORS + 1)
         for i in range(count):
             at = rng.randrange(len(text_ids) - filler_tokens)
             filler = str(tokenizer.decode(text_ids[at : at + filler_tokens]))
-            case = recall_case(rng, filler, 0.95 * i / max(count - 1, 1), distractors, key="Anna", form=form)
+            case = recall_case(rng, filler, 0.95 * i / max(count - 1, 1), DISTRACTORS, key="Anna", form=form)
             cases.append(case)
             rows.append(tokenizer(form.opening + case.context, verbose=False)["input_ids"])
         shortest = min(map(len, rows))  # code words differ in length; the last tokens contain no fact

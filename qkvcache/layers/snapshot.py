@@ -182,12 +182,12 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int = 0) -> Snapshot:
     return (whole if tokens is None else whole.cut(tokens)).joined(state)
 
 
-def checkpoint(layer: Layer, row: int = 0) -> Snapshot | None:
-    """`snapshot(layer, row=row).checkpoint`, as views, without a copy of tokens that can be cut."""
+def checkpoint(layer: Layer) -> Snapshot | None:
+    """`snapshot(layer).checkpoint`, as views, without a copy of tokens that can be cut."""
     kind = KINDS.get(type(layer))
     if kind in ("sliding", "linear"):
-        return snapshot(layer, row=row)
-    return _state(layer, row) if isinstance(layer, LinearAttentionLayer) else None
+        return snapshot(layer)
+    return _state(layer, 0) if isinstance(layer, LinearAttentionLayer) else None
 
 
 def _indexer(layer: Layer) -> Codes:

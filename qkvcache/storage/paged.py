@@ -275,7 +275,6 @@ class RowPages(PagedTokens):
     Args:
         per_head: each head has its own copy of buffers that heads could share, since after evictions a slot holds
             another token in each head.
-        columns: initial columns of the table.
         grows: pages are added between steps of compiled code.
         offloads: pages lie in host memory, and the device keeps blocks for attention with this budget; None: they lie on the device.
     """
@@ -289,7 +288,6 @@ class RowPages(PagedTokens):
         like: Pair,
         per_head: bool = False,
         static: bool = False,
-        columns: int = 0,
         grows: bool = False,
         offloads: AttentionBudget | None = None,
     ):
@@ -298,8 +296,6 @@ class RowPages(PagedTokens):
         super().__init__(layout, like, (), static, 0 if offloads is None else 1 + offloads.coarse)
         self.ahead, self.grows, self.offloads = 0, grows, offloads
         """`ahead`: tokens after the stored ones whose codes are written already."""
-        if columns:
-            self.table = torch.zeros(key.shape[0], columns, dtype=torch.int64, device=key.device)
         self.bind()
 
     def bind(self) -> None:
