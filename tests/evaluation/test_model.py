@@ -14,14 +14,16 @@ from qkvcache.evaluation.model import CacheLM
 from qkvcache.evaluation.spec import CacheSpec
 from qkvcache.policies import REGISTRY, AdaKV, SnapKV
 from tests.evaluation.asked import SHORT, TOKENIZER, cached, instances, plain, score, token_requests
-from tests.matrix import model, slowly
+from tests.matrix import covering, model, slowly
 
 SCORINGS = ("cached", "deployed")
 PROMPTS = [("One two three four five six seven eight nine ten " * n + "go", {"until": ["."], "max_gen_toks": 6}) for n in (4, 2, 4, 1)]
 
 
-@pytest.mark.parametrize("name", slowly(["llama", "gemma3", "qwen3_next", "gpt2", "mistral", "gemma4"], {"llama", "gemma3", "qwen3_next"}))
-@pytest.mark.parametrize("scoring", SCORINGS)
+DENSE = slowly(["llama", "gemma3", "qwen3_next", "gpt2", "mistral", "gemma4"], {"llama", "gemma3", "qwen3_next"})
+
+
+@pytest.mark.parametrize(("name", "scoring"), covering(DENSE, SCORINGS, strength=1))
 def test_a_dense_cache_is_plain_hf(name, scoring):
     expected = score(plain(name, batch_size=4))
     for batch_size, chunk in ((1, 1), (7, 32)):
@@ -49,8 +51,10 @@ MIXTURES = [(format, None) for format in formats.REGISTRY] + [
 ]
 
 
-@pytest.mark.parametrize("mixture", slowly(MIXTURES, {("int8", None), ("turboquant_3bit_nc", None), ("fp8", "h2o")}))
-@pytest.mark.parametrize("scoring", SCORINGS)
+SOME = slowly(MIXTURES, {("int8", None), ("turboquant_3bit_nc", None), ("fp8", "h2o")})
+
+
+@pytest.mark.parametrize(("mixture", "scoring"), covering(SOME, SCORINGS, strength=1))
 def test_the_batch_size_changes_nothing(mixture, scoring):
     format, policy = mixture
     options = {"cache": format, "policy": policy, "budget": policy and 20, "scoring": scoring} | SHORT

@@ -11,7 +11,7 @@ from qkvcache import CompressedCache, PrefixStore, policies
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.layers.snapshot import _copies_to
-from tests.matrix import MODELS, POLICIES, SHARED, UNSUPPORTED, model, slowly
+from tests.matrix import MODELS, POLICIES, SHARED, UNSUPPORTED, covering, model, slowly
 from tests.prefix.made import held
 from tests.reference import assert_close
 from tests.seeds import SEED
@@ -39,8 +39,7 @@ def generate(of, ids, past=None, **options):
 
 
 @pytest.mark.filterwarnings("ignore:no layer of this model has full attention", "ignore:attention code calls")
-@pytest.mark.parametrize("dense", [False, True])
-@pytest.mark.parametrize("name", slowly(MODELS, ["llama", "gemma3", "qwen3_next"]))
+@pytest.mark.parametrize(("name", "dense"), covering(slowly(MODELS, ["llama", "gemma3", "qwen3_next"]), [False, True], strength=1))
 def test_generate_gives_the_same(name, dense):
     kept = store(name, dense=dense)
     turns = prompt(40), prompt(40), torch.cat([prompt(40), prompt(7, 1)], 1), torch.cat([prompt(25), prompt(30, 2)], 1), prompt(20)
@@ -141,8 +140,10 @@ def state(cache) -> list[torch.Tensor]:
     return [x for layer in cache.layers for _, x in layer.tensors()]
 
 
-@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
-@pytest.mark.parametrize("name", [*slowly(POLICIES, ["sink_window", "h2o", "snapkv", "keydiff_values", "custom"]), "shared_budget"])
+@pytest.mark.parametrize(
+    ("name", "on_disk"),
+    covering([*slowly(POLICIES, ["sink_window", "h2o", "snapkv", "keydiff_values", "custom"]), "shared_budget"], [False, True], strength=1),
+)
 def test_evicting_caches_come_back_whole(name, on_disk, tmp_path):
     policy = SHARED["snapkv"](24) if name == "shared_budget" else POLICIES[name](24)
     options = {"format": "int8", "policy": policy, "directory": tmp_path if on_disk else None}
