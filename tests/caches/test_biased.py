@@ -57,6 +57,7 @@ def embedded():
     return Reader(*demo.load())
 
 
+@pytest.mark.slow
 def test_the_twin_reads_and_recalls_and_its_keys_are_biased(twin, embedded):
     losses = [-reader.dense[:, :-1].gather(-1, reader.rest[:, 1:, None]).mean().item() for reader in (twin, embedded)]
     assert losses[0] == pytest.approx(losses[1], abs=0.02)

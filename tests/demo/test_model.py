@@ -36,6 +36,7 @@ def test_it_is_small_and_loads_offline(loaded):
     assert tokenizer.decode(tokenizer("The code word of Anna is 12345.")["input_ids"][1:]) == "The code word of Anna is 12345."
 
 
+@pytest.mark.slow
 def test_it_recalls_code_words_that_it_read(loaded):
     model, tokenizer, ids = loaded
 
