@@ -335,8 +335,8 @@ def _notes(config: PreTrainedConfig, context: int, prompt: int, batch: int, dtyp
     text, notes = text_config(config), []
     if prompt > CHUNK:
         each, whole, parts = activation_bytes(config, dtype), "", ""
-        if each is not None:
-            whole, parts = f", about {in_words(each * prompt * batch)},", f" to {in_words(each * CHUNK * batch)}"
+        if each is not None:  # chunks take a third more: they attend to what is stored
+            whole, parts = f", about {in_words(each * prompt * batch)},", f" to some {in_words(1.3 * each * CHUNK * batch)}"
         notes.append(
             f"The activations of a prompt that is read at once{whole} are not counted; generate(..., prefill_chunk_size={CHUNK}) "
             f"bounds them{parts}."
