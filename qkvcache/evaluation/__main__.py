@@ -42,6 +42,11 @@ def main(arguments: list[str]) -> None:
         import lm_eval.tasks
 
         lm_eval.tasks.TaskManager = _with_ours(lm_eval.tasks.TaskManager)
+    if arguments[:1] == ["run"] and not any(argument.startswith("--device") for argument in arguments):
+        import torch
+
+        if not torch.cuda.is_available():  # lm-eval's default is cuda:0
+            arguments = [*arguments, "--device", "cpu"]
     sys.argv = ["lm-eval", *arguments]
     cli_evaluate()
 

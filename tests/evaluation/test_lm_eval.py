@@ -6,6 +6,7 @@ import sys
 
 import lm_eval
 import pytest
+import torch
 from lm_eval.api.registry import get_model
 from lm_eval.config import evaluate_config
 from lm_eval.tasks import TaskManager
@@ -118,8 +119,9 @@ def test_the_command_writes_a_result_file(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("lm_eval.tasks.TaskManager", Few)
     monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # lm-eval's default device is cuda:0 all the same
     assert evaluate_config  # which imports the patched name when it runs
-    arguments = f"run --model qkvcache --model_args pretrained={demo.MODEL_PATH},cache=nvfp4,dtype=float32,residual_length=8 --device cpu"
+    arguments = f"run --model qkvcache --model_args pretrained={demo.MODEL_PATH},cache=nvfp4,dtype=float32,residual_length=8"
     arguments += f" --tasks qkvcache_needle_unseen --batch_size 3 --output_path {tmp_path}"
     shim.main([*arguments.split(), "--metadata", json.dumps({"context_tokens": 300, "number": 3})])
     (file,) = tmp_path.rglob("results_*.json")
