@@ -98,6 +98,9 @@ class Chat:
         """Reads the document into a new cache."""
         self.cache = self.new_cache()
         self.ids = self.turns.ids(self.turns.document).to(self.model.device)
+        if isinstance(self.cache, CompressedCache) and self.cache.policy is not None and self.cache.policy.second_reading:
+            self.cache.compress(self.model, self.ids, tokenizer=self.turns.tokenizer)
+            return
         with progress(f"reading {self.ids.shape[1]:,} tokens"):
             self.model(self.ids, past_key_values=self.cache, logits_to_keep=1)
 
@@ -119,7 +122,8 @@ class Chat:
 
 def holds(cache: CompressedCache, dtype: torch.dtype) -> str:
     """What a cache of a model in `dtype` holds, beside what all tokens so far would take in bf16."""
-    memory, seen, stored = cache.memory(), cache.get_seq_length(), cache.stored_length()
+    memory, seen = cache.memory(), cache.get_seq_length()
+    stored = round(sum(cache.stored_length(layer) for layer in range(len(cache.layers))) / len(cache.layers))
     parts = ", ".join(f"{part} {getattr(memory, part) / 1e6:.2f}" for part in ("codes", "scales", "exact", "bookkeeping"))
     kept = "" if stored == seen else f", {stored:,} of them kept,"
     smaller = memory.dense * 2 / dtype.itemsize / memory.total

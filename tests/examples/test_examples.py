@@ -1,5 +1,7 @@
 """The scripts among the examples, made small."""
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -56,6 +58,13 @@ def test_a_chat_with_a_policy_in_preallocated_storage(capsys, document):
     load("chat").main([*options, "--budget", "100", "--format", "identity", "--questions", "Who?", "/reset", "/cache"])
     printed = capsys.readouterr().out
     assert "104 of them kept" in printed and "CompressedCache(format=identity" in printed
+
+
+def test_a_chat_whose_policy_reads_the_document_twice(capsys, document):
+    options = ["--model", "demo", "--document", str(document), "--new-tokens", "6", "--policy", "kvzip", "--budget", "0.5"]
+    (turn,) = load("chat").main([*options, "--questions", ASKED])
+    seen, kept = map(int, re.search(r"holds (\d+) tokens, (\d+) of them kept", capsys.readouterr().out).groups())
+    assert 0.4 * seen < kept < 0.7 * seen and turn.read < 30  # heads keep different numbers: the mean of all layers
 
 
 def test_a_chat_on_a_terminal(capsys, document, monkeypatch):
