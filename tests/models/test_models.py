@@ -1,6 +1,7 @@
 """Models by name, and GGUF files that become folders."""
 
 import importlib.util
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -107,6 +108,12 @@ def test_a_path_that_does_not_exist(name):
         FileNotFoundError, match="does not exist: expected a folder with a config.json, a .gguf file, .* 'demo' or 'smollm2'"
     ):
         models.folder(name)
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    shutil.copy(demo.MODEL_PATH / "config.json", tmp_path)
+    with pytest.raises(ValueError, match=re.escape(f"'{tmp_path}' has no tokenizer: save one beside the model")):
+        models.load(tmp_path)
 
 
 def test_a_file_of_another_kind(tmp_path):
