@@ -192,7 +192,8 @@ def test_without_continuous_batching_generate_gets_the_cache(monkeypatch):
     result, ((batching, text),) = serve(monkeypatch, "--no-continuous-batching", "--residual-length", "32", "--attention-budget", "64")
     assert result.exit_code == 0, result.output
     assert batching == "NoneType" and text.startswith(" dilzon")
-    assert {"format": FORMAT, "num_sink_tokens": 4, "residual_length": 32, "attention_budget": 64, "attention_rest": "drop"} in made
+    reading = {"attention_budget": 64, "attention_rest": "drop", "offload_pages": False}
+    assert {"format": FORMAT, "num_sink_tokens": 4, "residual_length": 32, **reading} in made
 
 
 @pytest.mark.parametrize(
