@@ -48,6 +48,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache, policies
+from qkvcache.formats import REGISTRY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -100,6 +101,8 @@ def cells(args: argparse.Namespace) -> Iterator[Cell]:
     caches = [(DENSE, 1.0, "identity"), *((READ, share, FORMAT) for share in (1.0, *args.shares))]
     caches += [(READ, share, format) for format in args.formats for share in (1.0, COMPARED) if (format, share) != ("identity", 1.0)]
     caches += [(policy, share, FORMAT) for policy in args.policies for share in args.shares]
+    if COARSE in args.policies:
+        caches += [(COARSE, COMPARED, format) for format in args.formats if REGISTRY[format].in_halves()]
     shard, shards = args.shard
     for context in range(shard, args.contexts, shards):
         for task in args.tasks:

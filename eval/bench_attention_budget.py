@@ -20,7 +20,7 @@ from dataclasses import replace
 from unittest import mock
 
 import torch
-from bench_kernels import KNOWN, bf16, code_bytes, payloads, real_payload, sdpa_us
+from bench_kernels import HALVES, KNOWN, bf16, code_bytes, payloads, real_payload, sdpa_us
 from gpu import device, graph_us, let_go
 from harness import Table, device_name, in_time, parser_of, replace_rows, run_or_show
 
@@ -32,7 +32,7 @@ SECTIONS = "steps", "coarse", "batches", "turns"
 CASES = ((8, 131072), (8, 32768), (1, 131072), (1, 32768))
 BATCHES = ((32, 2048, 131072), (64, 1024, 32768))
 """Requests of continuous batching: how many, and the tokens of the shortest and of the longest; their logarithms are evenly spaced."""
-FORMATS, HALVES = ("turboquant_4bit_nc", "int8", "identity"), "turboquant_4bit_nc_halves"
+FORMATS = ("turboquant_4bit_nc", "int8_halves", "identity")
 BUDGETS = (4096, 2048)
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SINKS, RING = 4, 65
@@ -98,7 +98,7 @@ def chain(name: str, rows: int, tokens: int, budget: int, shortest: int | None =
 
 def wrong(name: str) -> str:
     """Differences between the kernels and their references, on real keys of which few have most of the weight."""
-    rest = name == HALVES
+    rest = name in HALVES
     from qkvcache.kernels import fused, triton_select_blocks
 
     torch.manual_seed(0)
@@ -118,21 +118,21 @@ def wrong(name: str) -> str:
 
 def run(args: Namespace) -> None:
     if args.check:
-        for name in (*FORMATS, HALVES):
+        for name in dict.fromkeys((*FORMATS, *HALVES)):
             print(wrong(name), flush=True)
     alike = [(rows, tokens, None, 1, name, budget) for rows, tokens in CASES for name in FORMATS for budget in BUDGETS]
     batches = [(rows, longest, shortest, 1, FORMATS[0], budget) for rows, shortest, longest in BATCHES for budget in BUDGETS]
-    halves = [(rows, tokens, None, 1, HALVES, budget) for rows, tokens in CASES for budget in BUDGETS]
+    halves = [(rows, tokens, None, 1, name, budget) for rows, tokens in CASES for name in HALVES for budget in BUDGETS]
     turns = [(8, tokens, None, queries, FORMATS[0], BUDGETS[0]) for tokens in (131072, 32768) for queries in (16, 64, 256)]
     of = {"steps": alike, "coarse": halves, "batches": batches, "turns": turns}
-    cases = [case for section in SECTIONS if section in args.sections for case in of[section]]
-    for rows, tokens, shortest, queries, name, budget in in_time(cases, args.minutes):
+    cases = [(section, *case) for section in SECTIONS if section in args.sections for case in of[section]]
+    for section, rows, tokens, shortest, queries, name, budget in in_time(cases, args.minutes):
         if code_bytes(name, rows, KV_HEADS, tokens, DIM) > 2**33 and shortest is None:
             continue
         let_go()
         row = {"rows": rows, "tokens": tokens, "format": name, "budget": budget} | ({"shortest": shortest} if shortest else {})
         row |= {"queries": queries} if queries > 1 else {}
-        if name == HALVES:
+        if section == "coarse":
             row |= {"rest": "coarse"} | coarse(name, rows, tokens, budget)
         else:
             row |= chain(name, rows, tokens, budget, shortest) if queries == 1 else turn(name, rows, tokens, budget, queries)
@@ -141,7 +141,7 @@ def run(args: Namespace) -> None:
             row["sdpa_us"], row["sdpa"] = sdpa_us(rows, HEADS, KV_HEADS, tokens, DIM, queries)
         row |= {"bytes_per_token": KNOWN[name].bytes_per_token(DIM), "device": device_name(device())}
         print(row, file=sys.stderr, flush=True)
-        replace_rows(args.out, "attention budget", [row], "device", "rows", "tokens", "shortest", "queries", "format", "budget")
+        replace_rows(args.out, "attention budget", [row], "device", "rows", "tokens", "shortest", "queries", "format", "budget", "rest")
 
 
 def tables(rows: list[dict]) -> Iterator[Table]:

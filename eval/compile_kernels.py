@@ -66,8 +66,8 @@ GREATEST_STACK = 128
 RECORD_TYPES = dict.fromkeys(("row_lengths", "columns", "order", "where"), "*i64") | dict.fromkeys(("column_mask", "is_valid"), "*i1")
 RECORD_TYPES |= {"records": ("*i32", "*fp32", "*fp32", "*fp32")}
 OPTIONS = (
-    Int8("token"), Int8(symmetric=False), FP8(scale="token"), FP8("e5m2"), FP8("e5m2", scale="tensor", frozen=True), Int4("group"),
-    TurboQuant("3bit_nc", center=False), TurboQuant("4bit_nc", halves=True), HadaQuant(4, 4),
+    Int8("token"), Int8(symmetric=False), Int8(halves=True), FP8(scale="token"), FP8("e5m2"), FP8("e5m2", scale="tensor", frozen=True),
+    Int4("group"), TurboQuant("3bit_nc", center=False), TurboQuant("4bit_nc", halves=True), HadaQuant(4, 4),
 )  # fmt: skip
 """Formats with kinds of codes, scales and spans that no registered format has."""
 FORMATS = REGISTRY | {format.name: format for format in OPTIONS}

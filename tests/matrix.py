@@ -23,6 +23,7 @@ FORMAT_ERRORS: dict[formats.Format, float] = {
     Int8("token"): 0.0083,
     Int8(symmetric=False): 0.0065,
     Int8(center=False): 0.0070,
+    Int8(halves=True): 0.0070,
     FP8(): 0.0275,
     FP8(scale="token"): 0.0280,
     FP8(scale="tensor"): 0.0280,
@@ -64,7 +65,7 @@ def slowly(values: Iterable, fast: Iterable) -> list:
 COVER = slowly(
     FORMATS,
     ["identity", "int8", "int8_asymmetric", "fp8_token", "fp8_tensor", "fp8_e5m2_tensor_frozen", "int4", "int4_vllm", "nvfp4_mse",
-     "turboquant_4bit_nc", "turboquant_4bit_nc_halves", "turboquant_3bit_nc", "hadaquant_k3v2"],
+     "turboquant_4bit_nc", "turboquant_4bit_nc_halves", "turboquant_3bit_nc", "hadaquant_k3v2", "int8_halves"],
 )  # fmt: skip
 """Formats that have each kind of code, of scale, of group and of rotation once at least; for properties at their lowest level."""
 THREE = slowly(FORMATS, ["fp8_token", "turboquant_3bit_nc", "hadaquant_k3v2"])

@@ -138,7 +138,7 @@ def continuous_batching(
     check_count("num_sink_tokens", num_sink_tokens)
     check_count("residual_length", residual_length)
     budget = budget_of(attention_budget, attention_rest)
-    resolved = in_halves(resolved) if budget is not None and budget.coarse else resolved
+    resolved = in_halves(resolved, budget)
     _check_model(model)
     chosen = check_format(resolved, head_dim_of(model.config.get_text_config(decoder=True)))
     if isinstance(statistics, str | Path):

@@ -39,15 +39,20 @@ def layer_indices(skip_layers: Iterable[int]) -> tuple[int, ...]:
     return tuple(skip_layers)
 
 
-def in_halves(format: Format | FormatByLayer) -> Format | FormatByLayer:
-    """`format` with the upper halves of codes in planes of their own. Raises ValueError if it has no such form."""
+def in_halves(format: Format | FormatByLayer, budget: AttentionBudget | None) -> Format | FormatByLayer:
+    """`format` with the upper halves of codes in planes of their own, if it has such a form and attention with `budget` reads them alone.
+    Raises ValueError where a coarse rest needs them and there are none."""
+    if budget is None:
+        return format
     if isinstance(format, FormatByLayer):
-        return FormatByLayer(tuple(map(in_halves, format.formats)))  # type: ignore[arg-type]
+        return FormatByLayer(tuple(in_halves(each, budget) for each in format.formats))  # type: ignore[misc]
     found = format.in_halves()
+    if not budget.coarse:
+        return format if found is None or format.key.coarse != format.key else found
     if found is None:
         raise ValueError(
             f"attention_rest='coarse' with format={format.name!r}: its codes of keys or of values have no halves to be read alone; use "
-            "'turboquant_4bit_nc' or formats.HadaQuant(4, 4)"
+            "'turboquant_4bit_nc', 'int8' or formats.HadaQuant(4, 4)"
         )
     return found
 

@@ -92,12 +92,12 @@ class CompressedCache(DynamicCache):
             weights, by the keys' codes (`docs/guides/long-context.md`), once for each 32 new tokens. Until there are more tokens than the
             budget, attention reads everything, as it always does for more than 512 new tokens at once (parts of a prompt), and on a GPU
             where choosing takes longer than reading.
-        attention_rest: the tokens that are not chosen: "drop" leaves them out; "coarse" reads them by the upper two bits of their codes,
-            for formats that keep these apart (`turboquant_4bit_nc`, `HadaQuant(4, 4)`), with a fraction of the error, in more time than
-            reading everything in full.
+        attention_rest: the tokens that are not chosen: "drop" leaves them out; "coarse" reads them by the upper halves of their codes,
+            in formats that have these (`turboquant_4bit_nc`, `HadaQuant(4, 4)`, `int8`), with a fraction of the error. It saves time where
+            attention is over more than a few hundred thousand tokens of all requests.
         offload_pages: keeps quantized tokens in host memory, and on the GPU what each step reads: what chooses blocks (of 4-bit keys in two
-            planes the upper halves; with `attention_rest="coarse"` those of values too), the exact tokens, and the blocks that the last
-            steps read, twice the budget. Needs `attention_budget`.
+            planes and of `int8` the upper halves; with `attention_rest="coarse"` those of values too), the exact tokens, and the blocks
+            that the last steps read, twice the budget. Needs `attention_budget`.
         offloading: keeps all layers except the running one in host memory, as DynamicCache does.
 
     Raises:
@@ -153,8 +153,7 @@ class CompressedCache(DynamicCache):
         """Full-attention layers that are uncompressed layers of this library."""
         self.attention_budget, self.attention_rest = attention_budget, attention_rest
         self._attention_budget = budget_of(attention_budget, attention_rest)
-        if attention_rest == "coarse":
-            self.format = in_halves(self.format)
+        self.format = in_halves(self.format, self._attention_budget)
         if self._attention_budget is not None:
             self._check_budget(attention_budget)
         self.offload_pages = offload_pages

@@ -43,14 +43,14 @@ class Buffer:
         return (self.dtype or model_dtype).itemsize * self.width
 
 
-AT_ONCE = {"e4m3": 2, "e5m2": 2, "int4": 4, "int4_halves": 4, "lut4": 4, "int2": 8, "int3": 16, "lut3": 16}
+AT_ONCE = {"e4m3": 2, "e5m2": 2, "int8_halves": 4, "int4": 4, "int4_halves": 4, "lut4": 4, "int2": 8, "int3": 16, "lut3": 16}
 """Channels that the torch operations of a codec read at a time, by `PackedLayout.kind`; others read one."""
 BITS = {
-    "half": 16, "int8": 8, "uint8": 8, "e4m3": 8, "e5m2": 8, "int4": 4, "int4_halves": 4, "lut4": 4, "e2m1": 4, "int3": 3, "lut3": 3,
-    "int2": 2,
+    "half": 16, "int8": 8, "int8_halves": 8, "uint8": 8, "e4m3": 8, "e5m2": 8, "int4": 4, "int4_halves": 4, "lut4": 4, "e2m1": 4,
+    "int3": 3, "lut3": 3, "int2": 2,
 }  # fmt: skip
 """Bits of a code, by `PackedLayout.kind`."""
-HIGH_BITS = {"int4_halves": 2, "lut4": 2, "int3": 1, "lut3": 1}
+HIGH_BITS = {"int8_halves": 4, "int4_halves": 2, "lut4": 2, "int3": 1, "lut3": 1}
 """Those of them that lie in a plane of high bits, by `PackedLayout.kind`; others have none."""
 
 
@@ -60,9 +60,10 @@ class PackedLayout:
     the mean if `centered`.
 
     kind      half: codes are numbers in the model's dtype
-              int8, uint8, e4m3, e5m2: a byte each
-              int4, int4_halves, int3: unsigned integers; lut4, lut3: indices of the Lloyd-Max levels of `codebooks.py`; int2: even
-              steps: the upper two bits of int4_halves (with `pair`) or of lut4, read alone, or codes of 2 bits; e2m1: as in `nvfp4.py`
+              int8, uint8, e4m3, e5m2: a byte each; int8_halves: int8 + 128
+              int4, int4_halves, int3: unsigned integers, int4 with fp32 or fp16 the upper half of int8_halves; lut4, lut3: indices of
+              the Lloyd-Max levels of `codebooks.py`; int2: even steps: the upper two bits of int4_halves (with `pair`) or of lut4,
+              read alone, or codes of 2 bits; e2m1: as in `nvfp4.py`
               `packing.py` says in which order channels lie in words
     scale     none
               fp32, fp16: one for each token
@@ -97,12 +98,12 @@ class PackedLayout:
     @property
     def packed(self) -> bool:
         """Whether several codes share a byte."""
-        return self.bits < 8
+        return self.bits < 8 or self.high > 0
 
     @property
     def per(self) -> int:
         """Channels of a word of 16 bits."""
-        return 16 // self.bits if self.bits > 3 and not self.high else 8
+        return 16 // max(self.high, 2) if self.high or self.bits < 4 else 16 // self.bits
 
     @property
     def rotated(self) -> bool:
@@ -116,7 +117,9 @@ class PackedLayout:
     @property
     def upper(self) -> PackedLayout | None:
         """The layout of the upper halves of codes alone; None if they have no plane of their own."""
-        return replace(self, kind="int2", planes=("high", "", self.planes[2]), writable=False) if self.high == 2 else None
+        if self.high < 2:
+            return None
+        return replace(self, kind="int2" if self.high == 2 else "int4", planes=("high", "", self.planes[2]), writable=False)
 
 
 class QuantizedValues(NamedTuple):

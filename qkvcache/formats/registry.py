@@ -25,7 +25,7 @@ REGISTRY: dict[str, Format] = {format.name: format for format in _FORMATS}
 """The formats to choose from, by name: what a cache takes as `format=`, and the command line too."""
 
 _BY_OPTIONS: tuple[Format, ...] = (
-    Int8("token"), Int8(symmetric=False), FP8(scale="token"), FP8(scale="tensor"), FP8(scale="tensor", frozen=True),
+    Int8("token"), Int8(symmetric=False), Int8(halves=True), FP8(scale="token"), FP8(scale="tensor"), FP8(scale="tensor", frozen=True),
     FP8("e5m2"), FP8("e5m2", "token"), FP8("e5m2", "tensor"), FP8("e5m2", "tensor", frozen=True), Int4("group"),
     NVFP4("four_over_six"), TurboQuant(halves=True), HadaQuant(4, 4), HadaQuant(4, 2), HadaQuant(3, 4), HadaQuant(2, 4), HadaQuant(2, 3),
 )  # fmt: skip

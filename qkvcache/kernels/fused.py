@@ -40,7 +40,7 @@ LAUNCHES = {
     **{("lut4", kind): Launch(stages=3) for kind in ("int4", "int4_halves", "lut4")},
     ("int2", "int2"): Launch(stages=3),
     ("int8", "int4"): Launch(64, 3, None, 24),
-    **{(kind, kind): Launch(64, 3, None) for kind in ("half", "int8", "uint8", "e4m3", "e5m2")},
+    **{(kind, kind): Launch(64, 3, None) for kind in ("half", "int8", "int8_halves", "uint8", "e4m3", "e5m2")},
 }
 """Launches by the kinds of keys and values, where `Launch()` is not the best measured on an H100 (`eval/bench_kernels.py --tune`)."""
 WIDE = Launch(registers=None)

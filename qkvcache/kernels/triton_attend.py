@@ -105,7 +105,7 @@ def _tile(
     READ: tl.constexpr = WORDS if X.group == 0 and WORDS < WIDE and WIDE % WORDS == 0 else WIDE
     low = _words(codes, WORDS, READ, first, valid, AXIS, TAIL)
     h, shift = low, low
-    if X.high == 2:
+    if X.high > 1:
         h = _words(high, WORDS, READ, first, valid, AXIS, TAIL)
     elif X.high == 1:
         HALF: tl.constexpr = WORDS // 2

@@ -156,7 +156,7 @@ def _stored(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, planes, slot, 
     HALF: tl.constexpr = WORDS // 2
     codes = codes.to(tl.pointer_type(tl.int32)) + slot * HALF
     stored = (tl.load(codes[:, None] + tl.arange(0, HALF)[None, :]),)
-    if X.high == 2:
+    if X.high > 1:
         high = high.to(tl.pointer_type(tl.int32)) + slot * HALF
         stored = stored + (tl.load(high[:, None] + tl.arange(0, HALF)[None, :]),)
     elif X.high == 1:
@@ -182,7 +182,7 @@ def _tile(X: tl.constexpr, D: tl.constexpr, stored, norm, ARCH: tl.constexpr):
     KIND: tl.constexpr = X.kind
     PER: tl.constexpr = X.per
     w = _words(stored[0])
-    if X.high == 2:
+    if X.high > 1:
         planes = unpack(KIND, w, _words(stored[1]), w, ARCH)
     elif X.high == 1:
         shift = tl.broadcast_to(tl.where(tl.arange(0, WORDS) >= WORDS // 2, -1, 0).to(tl.int16)[None, :], [T, WORDS])

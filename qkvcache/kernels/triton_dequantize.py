@@ -41,7 +41,7 @@ def _level_words(positive: tuple[int, ...]) -> tuple[int, ...]:
 LEVEL_WORDS = tl.constexpr(tuple(_level_words(GRID[bits][1] if bits in GRID else ()) for bits in range(5)))
 """Levels by bits, as constants, so that dequantizing loads no table."""
 
-BYTES = ("int8", "e4m3", "e5m2")
+BYTES = ("int8", "int8_halves", "e4m3", "e5m2")
 COMBINATIONS = {
     ("half", "none"),
     *((kind, scale) for kind in BYTES for scale in ("fp32", "fp16")),
@@ -327,10 +327,11 @@ def load_tile(live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.constex
         e = tl.arange(0, PER)[None, None, :]
         mask = live[:, None] if D == P else live[:, None] & (j < WIDTH)[None, :]
         word = tl.load(codes.to(tl.pointer_type(tl.int16)) + at[:, None] + j[None, :], mask=mask, other=0).to(tl.int32)
-        if L.high == 2:
+        if L.high > 1:
             at = block * hb + h0 * hh + (h * hh + slot * WIDTH)
             upper = tl.load(high.to(tl.pointer_type(tl.int16)) + at[:, None] + j[None, :], mask=mask, other=0).to(tl.int32)
-            code = ((word[:, :, None] >> (2 * (e ^ 1))) & 3) | ((upper[:, :, None] >> (2 * e)) & 3) << 2
+            lower = (word[:, :, None] >> (BITS * (e ^ (BITS == 2)))) & (2**BITS - 1)
+            code = lower | ((upper[:, :, None] >> (BITS * e)) & (2**BITS - 1)) << BITS
         else:
             code = (word[:, :, None] >> (BITS * e)) & (2**BITS - 1)
         if L.high == 1:
@@ -347,7 +348,12 @@ def load_tile(live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.constex
     if L.kind == "half":
         y = code
     elif L.bits == 8 and L.scale != "pair":
-        level = code.to(tl.float32) if L.kind == "int8" else float8(code.to(tl.int32), 3 if L.kind == "e4m3" else 2)
+        if L.kind == "e4m3" or L.kind == "e5m2":
+            level = float8(code.to(tl.int32), 3 if L.kind == "e4m3" else 2)
+        elif L.high:
+            level = (code - 128).to(tl.float32)
+        else:
+            level = code.to(tl.float32)
         y = level * (tl.load(scales + row * sb) if L.span == "once" else tl.load(at, mask=live, other=0.0).to(tl.float32)[:, None])
     elif L.scale == "pair":
         scale, zero = tl.load(at, mask=live, other=0.0).to(tl.float32), tl.load(at + 1, mask=live, other=0.0).to(tl.float32)

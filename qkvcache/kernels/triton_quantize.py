@@ -160,12 +160,13 @@ def _store_codes(low, high, codes, live, L: tl.constexpr, D: tl.constexpr, P: tl
     """Stores codes in the order of channels, int32 [N, P], packed as `packing.pack` does, to rows at the pointers `low` and (if L.high)
     `high` [N], if `live` [N]. Fields of a word do not overlap, so that their sum is their union."""
     N: tl.constexpr = codes.shape[0]
-    if L.high == 2:
-        i = tl.arange(0, 8)[None, None, :]
-        codes = tl.reshape(codes, [N, P // 8, 8])
-        words = tl.sum(((codes & 3) << (2 * (i ^ 1))) | ((codes >> 2) << (16 + 2 * i)), 2)
-        _store_words(low, words, live, D // 8)
-        _store_words(high, words >> 16, live, D // 8)
+    if L.high > 1:
+        HALF: tl.constexpr = L.high
+        i = tl.arange(0, L.per)[None, None, :]
+        codes = tl.reshape(codes, [N, P // L.per, L.per])
+        words = tl.sum(((codes & (2**HALF - 1)) << (HALF * (i ^ (HALF == 2)))) | ((codes >> HALF) << (16 + HALF * i)), 2)
+        _store_words(low, words, live, D // L.per)
+        _store_words(high, words >> 16, live, D // L.per)
     elif L.bits == 4:
         words = tl.sum(tl.reshape(codes, [N, P // 4, 4]) << (4 * tl.arange(0, 4))[None, None, :], 2)
         _store_words(low, words, live, D // 4)
@@ -308,7 +309,7 @@ def store_tile(raw, live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.c
         y -= tl.load(center + (row * eb + (h0 + h) * eh)[:, None] + c[None, :], mask=there, other=0.0)
 
     if L.bits == 8 and L.scale != "pair":
-        top: tl.constexpr = 127.0 if L.kind == "int8" else 448.0 if L.kind == "e4m3" else 57344.0
+        top: tl.constexpr = 448.0 if L.kind == "e4m3" else 57344.0 if L.kind == "e5m2" else 127.0
         if L.span == "once":
             scale = tl.load(scales + row * sb)
             quotient = tl.div_rn(y, tl.maximum(scale, _TINY))
@@ -320,13 +321,16 @@ def store_tile(raw, live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.c
             scale = tl.div_rn(bits.to(tl.float32, bitcast=True), top).to(scales.dtype.element_ty)
             tl.store(at_scale, scale, mask=live)  # of heads that share one all store the same
             quotient = _over(y, tl.maximum(scale.to(tl.float32), _TINY)[:, None])
-        if L.kind == "int8":
+        if top == 127.0:
             packed = _whole(quotient + tl.where(y < 0, -0.5, 0.5), -127.0, 127.0)
         else:
             sign = (y.to(tl.int32, bitcast=True) >> 24) & 0x80
             packed = _minifloat(tl.minimum(tl.abs(quotient), top), 3 if L.kind == "e4m3" else 2, -6 if L.kind == "e4m3" else -14) | sign
             packed = tl.where(_abs_bits(y) >= _INFINITY, 0x7F, packed)  # saturation is for numbers
-        tl.store(at[:, None] + c[None, :], packed.to(codes.dtype.element_ty), mask=inside)
+        if L.high:
+            _store_codes(at, at_high, packed + 128, live, L, D, P)
+        else:
+            tl.store(at[:, None] + c[None, :], packed.to(codes.dtype.element_ty), mask=inside)
 
     if L.scale == "pair":
         top: tl.constexpr = 2.0**L.bits - 1

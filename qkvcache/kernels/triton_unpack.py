@@ -39,6 +39,8 @@ def unit_of(layout: PackedLayout) -> float:
     """The step between numbers, in units of the scale: `value = (number - offset_of) * unit_of`."""
     if layout.kind == "e2m1":
         return 2.0**8  # times 2^6, which scales are kept small by
+    if layout.kind == "int4" and layout.scale in ("fp16", "fp32"):
+        return 16.0  # the upper half of a code of eight bits
     if layout.kind == "int2":
         return UPPER_EVEN if layout.scale == "pair" else GRID[2][0]
     return GRID[_GRIDS[layout.kind]][0] / _TINY if layout.kind in _GRIDS else 1.0
@@ -48,7 +50,7 @@ def unit_of(layout: PackedLayout) -> float:
 def offset_of(layout: PackedLayout) -> float:
     """The number that stands for zero, in units of `plane_offset`; for scales with a zero of their own, the one that stands for code 0."""
     if layout.kind in ("int4", "int4_halves"):
-        return 16.0 + 8 * (layout.scale == "group")
+        return 16.0 + {"group": 8, "fp16": 7.53125, "fp32": 7.53125}.get(layout.scale, 0)
     if layout.kind in ("int3", "int2"):
         return 8.0 if layout.kind == "int3" else 1.0
     return (_HALF[_GRIDS[layout.kind]] - 0.5) * _TINY if layout.kind in _GRIDS else 0.0
@@ -114,6 +116,17 @@ mul.rn.f16x2 $1, c, m;
 _BYTES = "{{ .reg .b32 x, c; {flip} {spread} mov.b32 c, {centre}; sub.rn.f16x2 $0, $0, c; sub.rn.f16x2 $1, $1, c; }}"
 _ASM["uint8"] = _BYTES.format(flip="mov.b32 x, $2;", spread=_spread("$0", "$1", _OF_1024), centre="0x64006400")
 _ASM["int8"] = _BYTES.format(flip="xor.b32 x, $2, 0x80808080;", spread=_spread("$0", "$1", _OF_1024), centre="0x64806480")
+
+# Upper halves of codes ($5) and lower ones ($4) to bytes: of even channels, then of odd ones.
+_ASM["int8_halves"] = (
+    "{ .reg .b32 x, c; mov.b32 c, 0x64806480;"
+    + "".join(
+        f" {shift} lop3.b32 x, {high}, 0xf0f0f0f0, {low}, 0xe2; {_spread(*planes, _OF_1024)}"
+        + "".join(f" sub.rn.f16x2 {plane}, {plane}, c;" for plane in planes)
+        for shift, high, low, planes in (("shl.b32 x, $5, 4;", "x", "$4", ("$0", "$2")), ("shr.u32 x, $4, 4;", "$5", "x", ("$1", "$3")))
+    )
+    + " }"
+)
 
 _ASM["int4"] = """{
 .reg .b32 a, b, c, d;
@@ -279,7 +292,7 @@ def unpack(KIND: tl.constexpr, w, h, shift, ARCH: tl.constexpr):
     """Words `w`, the words `h` of high bits, and whether (-1) or not (0) to shift those by two, int16 of one shape, to a tuple of planes of
     that shape, fp16 (the dtype of `w` for `half`), one for each channel of a word.
 
-    half    the numbers        e4m3, e5m2, int8, uint8   their values       e2m1   2^-14 of the value
+    half    the numbers        e4m3, e5m2, int8, int8_halves, uint8   their values       e2m1   2^-14 of the value
     int4, int4_halves   16 + n   int3   8 + n
     int2    2^(10 - p) + n, `_PLACES2`
     lut4, lut3   2^-24 of the level in steps, moved to be positive
@@ -308,6 +321,10 @@ def _plain(KIND: tl.constexpr, w, h, shift):
             p = p + (tl.where((b & 127) == 127, float("nan"), value).to(tl.float16),)
     elif KIND == "int8":
         p = (x.to(tl.int8).to(tl.float16), (x >> 8).to(tl.int8).to(tl.float16))
+    elif KIND == "int8_halves":
+        high = h.to(tl.int32) & 0xFFFF
+        for i in tl.static_range(4):
+            p = p + (((x >> (4 * i) & 15 | (high >> (4 * i) & 15) << 4) - 128).to(tl.float16),)
     elif KIND == "uint8":
         p = ((x & 255).to(tl.float16), (x >> 8).to(tl.float16))
     elif KIND == "int4":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -96,16 +98,18 @@ def test_a_budget_changes_nothing_until_it_is_exceeded():
     assert not any(torch.equal(each, expected) for each in logits[3:])
 
 
-def test_the_rest_by_upper_halves_is_nearer_to_everything():
+@pytest.mark.parametrize(("format", "share"), [("turboquant_4bit_nc", 0.85), ("int8", 0.25)])
+def test_the_rest_by_upper_halves_is_nearer_to_everything(format, share):
     network, ids = model("llama"), torch.randint(3, 60, (2, 300))
-    few = [TurboQuantCache(network.config, attention_budget=BUDGET, attention_rest=rest, **ZONE) for rest in ("coarse", "drop")]
+    made = functools.partial(CompressedCache, network.config, format=format, **ZONE)
+    few = [made(attention_budget=BUDGET, attention_rest=rest) for rest in ("coarse", "drop")]
     logits = []
     with torch.no_grad():
-        for cache in (TurboQuantCache(network.config, **ZONE), *few):
+        for cache in (made(), *few):
             network(ids[:, :296], past_key_values=cache)
             logits.append(torch.cat([network(ids[:, at : at + 1], past_key_values=cache).logits for at in range(296, 300)]))
     coarse, drop = ((each - logits[0]).norm() for each in logits[1:])
-    assert coarse < 0.85 * drop
+    assert coarse < share * drop
 
 
 def test_a_cache_tells_its_budget():
@@ -160,13 +164,13 @@ def test_caches_that_change_their_rows(change):
         ({"attention_budget": True}, TypeError, "attention_budget=True"),
         ({"attention_budget": 64, "policy": policies.KeyDiff(budget=64)}, ValueError, "leave one out"),
         ({"attention_budget": 64, "attention_rest": "fine"}, ValueError, "attention_rest='fine'"),
-        ({"attention_budget": 64, "attention_rest": "coarse"}, ValueError, "attention_rest='coarse' with format='int8'"),
+        ({"attention_budget": 64, "attention_rest": "coarse", "format": "fp8"}, ValueError, "attention_rest='coarse' with format='fp8'"),
         ({"attention_rest": "coarse"}, ValueError, "without attention_budget"),
     ],
 )
 def test_wrong_budgets_are_refused(options, error, message):
     with pytest.raises(error, match=message):
-        CompressedCache(model("llama").config, format="int8", **options)
+        CompressedCache(model("llama").config, **{"format": "int8"} | options)
 
 
 def test_auto_is_a_quarter_from_a_floor_on():

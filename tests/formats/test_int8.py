@@ -24,6 +24,20 @@ def test_symmetric_against_fake_quantize():
     torch.testing.assert_close(roundtrip(Int8().value, x).reshape(-1, 128), expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("scale", ["token_head", "token"])
+def test_halves_are_the_same_codes(scale):
+    """Bit for bit, at the ends of their range too; the upper one is read alone to within half of the sixteen codes that share it."""
+    x = torch.randn(2, 3, 40, 64)
+    x[..., 0], x[..., 1] = 5, -5
+    codec = Int8(scale, center=False, halves=True).key
+    codes, plain = encode(codec, x), encode(Int8(scale, center=False).key, x)
+    assert torch.equal(codec.unpack(codes, 64).levels, plain["codes"]) and torch.equal(codes["scale"], plain["scale"])
+    coarse = codec.coarse.dequantize({name: codes[name] for name in ("high", "scale")}, 64)
+    assert ((coarse - codec.dequantize(codes, 64)).abs() <= 7.5001 * codes["scale"]).all()
+    assert codec.packed_layout.upper == codec.coarse.packed_layout
+    assert Int8(scale).bytes_per_token(64, 3) == Int8(scale, halves=True).bytes_per_token(64, 3)
+
+
 def test_error_is_half_a_step():
     x = torch.randn(2, 3, 40, 128) * torch.logspace(-4, 4, 40)[:, None]
     step = x.abs().amax(-1, keepdim=True) / 127

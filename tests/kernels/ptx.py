@@ -27,6 +27,11 @@ def _lop3(a: Tensor, b: Tensor, c: Tensor, table: Tensor) -> Tensor:
     return out & BITS
 
 
+def _sub_halves(a: Tensor, b: Tensor) -> Tensor:
+    first, second = (x.expand_as(a | b).contiguous()[..., None].view(torch.float16) for x in (a, b))  # of four halves, the upper are 0
+    return (first - second)[..., :4].contiguous().view(torch.int64)[..., 0]
+
+
 OPERATIONS = {
     "mov.b32": lambda a: a,
     "mov.u32": lambda a: a,
@@ -38,6 +43,7 @@ OPERATIONS = {
     "xor.b32": lambda a, b: a ^ b,
     "prmt.b32": _prmt,
     "lop3.b32": _lop3,
+    "sub.rn.f16x2": _sub_halves,
 }
 
 

@@ -37,6 +37,7 @@ WIDE_RANGE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
 KINDS = {  # formats that take each path of the kernel once at least, and a head_dim: every width once at least
     "identity": 96,
     "int8": 112,
+    "int8_halves": 80,
     "int8_asymmetric": 80,
     "fp8_token": 64,
     "fp8_e5m2_tensor_frozen": 256,

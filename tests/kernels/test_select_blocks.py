@@ -24,7 +24,7 @@ from .test_pages import DEVICE, KERNELS, compare, split
 LENGTHS = [230, 70, 0]
 ROWS = len(LENGTHS)
 BY_KEYS = (
-    "identity", "int8", "fp8_token", "int4", "int4_vllm", "nvfp4_mse", "turboquant_4bit_nc", "turboquant_4bit_nc_halves",
+    "identity", "int8", "int8_halves", "fp8_token", "int4", "int4_vllm", "nvfp4_mse", "turboquant_4bit_nc", "turboquant_4bit_nc_halves",
     "turboquant_3bit_nc",
 )  # fmt: skip
 """Formats whose keys the kernels read in different ways."""
@@ -211,7 +211,12 @@ def test_groups_of_queries_choose_for_themselves(masked, monkeypatch):
 @KERNELS
 @pytest.mark.parametrize(
     ("format", "dim", "queries", "begin"),
-    [("turboquant_4bit_nc_halves", 128, 1, 40), ("turboquant_4bit_nc_halves", 64, 5, 0), ("hadaquant_k4v4", 64, 1, 5)],
+    [
+        ("turboquant_4bit_nc_halves", 128, 1, 40),
+        ("turboquant_4bit_nc_halves", 64, 5, 0),
+        ("hadaquant_k4v4", 64, 1, 5),
+        ("int8_halves", 64, 1, 40),
+    ],
 )
 def test_the_kernels_of_the_rest(format, dim, queries, begin, monkeypatch):
     from qkvcache.kernels import triton_select_blocks

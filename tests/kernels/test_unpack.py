@@ -80,9 +80,17 @@ def test_bytes(codec, table, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("codec", [Uniform(4), HiddenZeroInt4(), GroupInt4()], ids=["uniform", "hidden", "group"])
-def test_nibbles(codec, arch):
-    table = range(-8, 8) if isinstance(codec, GroupInt4) else range(16)
+@pytest.mark.parametrize(
+    ("codec", "table"),
+    [
+        (Uniform(4), range(16)),
+        (HiddenZeroInt4(), range(16)),
+        (GroupInt4(), range(-8, 8)),
+        (SymmetricInt8(halves=True).coarse, [16 * n - 120.5 for n in range(16)]),
+    ],
+    ids=["uniform", "hidden", "group", "upper"],
+)
+def test_nibbles(codec, table, arch):
     numbers = levels(codec, planes(codec.packed_layout.kind, 4, ALL_WORDS, arch))
     table = torch.tensor([float(x) for x in table], device=DEVICE)
     wanted = torch.stack([table[ALL_WORDS >> 4 * i & 15] for i in range(4)])
@@ -99,6 +107,15 @@ def test_four_bits_in_halves(codec, table, arch):
         wanted = torch.stack([table[low >> 2 * (i ^ 1) & 3 | (high >> 2 * i & 3) << 2] for i in range(8)])
         # Levels are products of a step and a count, rounded here and there.
         torch.testing.assert_close(levels(codec, planes(codec.packed_layout.kind, 8, low, arch, high)), wanted, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_bytes_in_halves(arch):
+    """Every word of either plane, beside random ones of the other."""
+    other = torch.randint(2**16, ALL_WORDS.shape, device=DEVICE)
+    for low, high in ((ALL_WORDS, other), (other, ALL_WORDS)):
+        wanted = torch.stack([(low >> 4 * i & 15 | (high >> 4 * i & 15) << 4) - 128 for i in range(4)])
+        assert torch.equal(planes("int8_halves", 4, low, arch, high), wanted.float())
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -178,7 +195,7 @@ def test_halves(arch):
     assert torch.equal(out[0], low)
 
 
-@pytest.mark.parametrize(("kind", "count"), [("int4_halves", 8), ("lut4", 8), ("int2", 8), ("lut3", 8), ("int3", 8)])
+@pytest.mark.parametrize(("kind", "count"), [("int8_halves", 4), ("int4_halves", 8), ("lut4", 8), ("int2", 8), ("lut3", 8), ("int3", 8)])
 def test_assembly(kind, count):
     """What is assembled for NVIDIA gives, run on numbers, what plain Triton does; two words in a register, of either half."""
     pairs = torch.randint(2**16, (3, 2, 2**16))

@@ -56,7 +56,7 @@ def test_pages_in_host_memory_leave_room_on_the_gpu(max_length):
     with pytest.raises(ValueError, match="attention_budget=64 without a format"):
         plan(LLAMA, context=100, attention_budget=64)
     coarse = plan_all(LLAMA, context=1000, attention_budget=64, attention_rest="coarse")
-    assert [found.format for found in coarse] == [None, "turboquant_4bit_nc"]
+    assert [found.format for found in coarse] == [None, "int8", "turboquant_4bit_nc"]
 
 
 def test_what_stops_growing_has_no_longest_context():
