@@ -18,15 +18,17 @@ from torch import Tensor
 
 from ..attention.full import Sequences
 from ..kernels import Splits, split_rows
-from ..kernels.pages import BEGIN, COLUMNS, LENGTH, RING_ROW, RING_START, RING_TOKENS, SINK_ROW, SINKS, gather_tiles
+from ..kernels.pages import BEGIN, COLUMNS, LENGTH, RING_ROW, RING_START, RING_TOKENS, SINK_ROW, SINKS, TOGETHER, gather_tiles
 from .layout import BlockLayout
 from .rings import Ints, Rings
+from .shares import shares_of
 
 PAGE_SLOT, RING_SLOT, SINK_SLOT = range(len(COLUMNS), len(COLUMNS) + 3)
-HEADER = SINK_SLOT + 2
-"""Columns of the block table before the blocks: those of `PagedInputs.rows`, and the slots of the new token. Slot 0 is
-never read. Blocks begin at a multiple of 16 bytes as in other batches; otherwise Triton would compile its kernels
-twice."""
+SHARES = SINK_SLOT + 1
+HEADER = SHARES + 1 + TOGETHER
+"""Columns of the block table before the blocks: those of `PagedInputs.rows`, the slots of the new token, and what
+`Splits.of` has of shared tokens. Slot 0 is never read. Blocks begin at a multiple of 16 bytes as in other batches;
+otherwise Triton would compile its kernels twice."""
 
 
 @dataclass(slots=True)
@@ -42,6 +44,10 @@ class Batch:
     ring: Ints
     since: Ints
     """The rows of the rings, and the first token from which each ring has all, as far as it has slots."""
+    together: int = 1
+    """The most rows whose shared tokens are read together; 1: none."""
+    shares: numpy.ndarray | None = None
+    """The shares of the rows of `table`, as of `shares_of`."""
 
     @property
     def count(self) -> Ints:
@@ -56,7 +62,7 @@ class Batch:
         """The requests at the indices `at` of the batch."""
         past, end, ring, since = (x[at] for x in (self.past, self.end, self.ring, self.since))
         longest = -(-int(end.max(initial=1)) // self.layout.page_size)
-        return Batch(self.layout, self.rings, self.blocks[at, :longest], past, end, ring, since)
+        return Batch(self.layout, self.rings, self.blocks[at, :longest], past, end, ring, since, self.together)
 
     @property
     def past_read(self) -> Ints:
@@ -112,9 +118,12 @@ class Batch:
     def table(self) -> numpy.ndarray:
         """The rows of the block table, int32 `[B, HEADER + P]`, for requests with one new token each."""
         columns, blocks = self.after()
+        self.shares = shares_of(blocks, columns[:, LENGTH], self.layout, self.together)
         table = numpy.zeros((len(columns), HEADER + blocks.shape[1]), numpy.int32)
         table[:, : len(COLUMNS)] = columns
         table[:, PAGE_SLOT : SINK_SLOT + 1] = numpy.maximum(self.writes(), 0).T
+        if self.shares is not None:
+            table[:, SHARES:HEADER] = self.shares
         table[:, HEADER:] = blocks
         return table
 
@@ -224,15 +233,16 @@ class BatchStep:
     tokens: int = 0
 
 
-def step_of_table(table: Tensor, layout: BlockLayout) -> BatchStep:
-    """The step of a block table, int32 `[B, HEADER + P]`, whose rows without a request hold -1."""
+def step_of_table(table: Tensor, layout: BlockLayout, shares: bool) -> BatchStep:
+    """The step of a block table, int32 `[B, HEADER + P]`, whose rows without a request hold -1. `shares`: whether rows
+    share tokens that are read once."""
     if layout.pages_read is not None:
         table = table[:, : HEADER + layout.pages_read]
     table = table.clamp_min(0)
     max_length = (table.shape[1] - HEADER) * layout.page_size
     if table.device.type == "cpu":  # the torch reference reads up to the maximum
         max_length = max(int(table[:, LENGTH].max()), 1)
-    splits = split_rows(table[:, LENGTH], max_length, layout.heads)
+    splits = split_rows(table[:, LENGTH], max_length, layout.heads, table[:, SHARES:HEADER] if shares else None)
     rows = Rows(table[:, : len(COLUMNS)], table[:, HEADER:], max_length, splits)
     return BatchStep(Writes(*table[:, PAGE_SLOT : SINK_SLOT + 1].long().unbind(1)), rows)
 
@@ -257,9 +267,10 @@ def step_of_batch(batch: Batch, scratch_tokens: int, tokens: int, device: torch.
     decoded, places = batch.pick(single), begins[single]
     *writes, indices = send([*slots, places], torch.int64, device)
     numbers = (part for group in chunks for part in group.numbers(batch))
-    wanted = [*(x.ravel() for x in decoded.after()), *numbers]
-    sent = iter(send(wanted, torch.int32, device))
-    columns, table = next(sent).view(-1, len(COLUMNS)), next(sent)
+    columns, table = decoded.after()
+    shares = shares_of(table, columns[:, LENGTH], batch.layout, batch.together)
+    sent = iter(send([columns.ravel(), table.ravel(), () if shares is None else shares.ravel(), *numbers], torch.int32, device))
+    columns, table, sent_shares = next(sent).view(-1, len(COLUMNS)), next(sent), next(sent)
     for group in chunks:
         group.receive(sent)
     together = None
@@ -268,7 +279,9 @@ def step_of_batch(batch: Batch, scratch_tokens: int, tokens: int, device: torch.
         where = slice(begin, end) if end - begin == len(places) else indices
         table = table.view(len(places), -1)
         max_length = min(int(decoded.end.max()), table.shape[1] * batch.layout.page_size)
-        splits = split_rows(columns[:, LENGTH], max_length, batch.layout.heads)
+        splits = split_rows(
+            columns[:, LENGTH], max_length, batch.layout.heads, None if shares is None else sent_shares.view(len(places), -1)
+        )
         together = Rows(columns, table, max_length, splits, where)
     return BatchStep(Writes(*writes), together, chunks, batch.tokens)
 

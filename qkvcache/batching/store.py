@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..kernels import AttentionBudget, PagedInputs, Pages, Pair, prepare, quantize_into, store_rows
+from ..kernels import AttentionBudget, PagedInputs, Pages, Pair, prepare, quantize_into, rows_together, store_rows
 from ..kernels.attend_chunked import CHUNK_BYTES
 from ..kernels.pages import LENGTH, WHOLE
 from ..kernels.select_blocks import pays
@@ -36,10 +36,17 @@ class LayerGroup:
 
 
 class PageStore:
-    """The pages of `groups` of layers, whose blocks are those of transformers' allocators, and the rings of requests."""
+    """The pages of `groups` of layers, whose blocks are those of transformers' allocators, and the rings of requests. A KV head
+    has `query_groups` query heads."""
 
     def __init__(
-        self, groups: Sequence[LayerGroup], rings: Rings, statistics: Statistics, rank: int, budget: AttentionBudget | None = None
+        self,
+        groups: Sequence[LayerGroup],
+        rings: Rings,
+        statistics: Statistics,
+        rank: int,
+        query_groups: int,
+        budget: AttentionBudget | None = None,
     ):
         self.groups, self.rings, self.statistics, self.calibrating = groups, rings, statistics, True
         self.budget, self.reads_few = budget, False
@@ -48,10 +55,17 @@ class PageStore:
         layout = groups[0].layout
         like = torch.empty(1, layout.heads, 1, layout.head_dim, dtype=layout.dtype, device=rings.tensor.device)
         prepare(layout.codecs, (layout.head_dim,) * 2, layout.dtype, like.device)
+        self._together = rows_together(query_groups, layout.head_dim, like.device)
         self.scratch_tokens = CHUNK_BYTES // (2 * like[0].nbytes)
         self._ring_index = {layer: i for i, layer in enumerate(self.group_of)}
         self.launches: dict[int, dict[str, Any]] = {layer: {} for layer in self.group_of}
         self._once = {layer: statistics.of_layer(layer, like, rank) for layer in self.group_of}
+
+    @property
+    def kind(self) -> tuple[bool, ...]:
+        """What differs between the launches of decode steps of one size: whether the latest batch reads few tokens, and of which groups
+        rows read tokens together."""
+        return self.reads_few, *(group.batch.shares is not None for group in self.groups)
 
     # A layer.
 
@@ -102,7 +116,8 @@ class PageStore:
         for group, lists in zip(self.groups, blocks, strict=True):
             group.tables.forget(rows[since == before])  # they may have belonged to other requests
             table = group.tables.read(rows, lists)
-            group.batch = Batch(group.layout, self.rings, table, before, after, rows, since)
+            together = 1 if self.reads_few else self._together
+            group.batch = Batch(group.layout, self.rings, table, before, after, rows, since, together)
 
     def step_of(self, layer: int, block_table: Tensor | None, tokens: int) -> BatchStep:
         """The slots that this forward pass of `tokens` tokens reads and writes. They are computed in the first layer of
@@ -112,7 +127,7 @@ class PageStore:
             if block_table is None:
                 group.step = step_of_batch(group.batch, self.scratch_tokens, tokens, self.rings.tensor.device)
             else:
-                group.step = step_of_table(block_table[self.groups.index(group)], group.layout)
+                group.step = step_of_table(block_table[self.groups.index(group)], group.layout, group.batch.shares is not None)
         return group.step
 
     # Requests.

@@ -332,7 +332,8 @@ class CompressedPagedCache(PagedAttentionCache):
         groups = [LayerGroup(replace(layout, window=getattr(held, "sliding_window", None)), held.layer_indices, rings) for held in stock]
         text = f"{type(layout.format).__module__} {layout}, {config.num_hidden_layers} layers, {residual_length} last tokens, {budget}"
         pages = None if store is None else self._stored_pages(store, text, page_size, statistics, distributed_helper)
-        self.store = PageStore(groups, rings, statistics, distributed_helper.tp_local_rank, budget)
+        query_groups = -(-config.num_attention_heads // (heads * distributed_helper.tp_size))
+        self.store = PageStore(groups, rings, statistics, distributed_helper.tp_local_rank, query_groups, budget)
 
         allow = continuous_batching_config.allow_block_sharing
         self.allocators = [CompressedAllocator(group, index, allow) for index, group in enumerate(groups)]
@@ -688,7 +689,7 @@ class BatchInputs(ContinuousBatchingIOs):
     logit_processor: ContinuousBatchingLogitsProcessorList
 
     def _get_graph_key(self) -> tuple[int, ...]:
-        return (*super()._get_graph_key(), self.cache.store.reads_few, *getattr(self.logit_processor, "needed", ()))
+        return (*super()._get_graph_key(), *self.cache.store.kind, *getattr(self.logit_processor, "needed", ()))
 
     def get_model_kwargs(self, use_padding: bool = False) -> Any:
         """The arguments of the model as in transformers, without those that compressed pages do not read: compiled layers

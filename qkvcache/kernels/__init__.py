@@ -26,6 +26,7 @@ from .dispatch import (
     quantize_into,
     quantizes,
     rotate,
+    rows_together,
     split_rows,
     step,
     store_exact,

@@ -279,12 +279,19 @@ def attend_latent_pages(
     return latents.attend_latent_pages(query, inputs, mask, scaling=scaling, causal=causal)
 
 
-def split_rows(lengths: Tensor, max_length: int, heads: int) -> Splits | None:
+def split_rows(lengths: Tensor, max_length: int, heads: int, shares: Tensor | None = None) -> Splits | None:
     """`Splits` of rows with `lengths` tokens in pages, int32 `[B]`, at most `max_length`, and `heads` KV heads; None
-    where the torch reference attends."""
+    where the torch reference attends. `shares`: as of `Splits.of`."""
     if not on_triton(lengths.device):
         return None
-    return Splits.of(lengths, max_length, max(_module("fused").programs_of(lengths.device) // heads, 1))
+    return Splits.of(lengths, max_length, max(_module("fused").programs_of(lengths.device) // heads, 1), shares)
+
+
+def rows_together(groups: int, head_dim: int, device: torch.device) -> int:
+    """The most rows of a batch whose shared tokens kernels read together, with `groups` query heads of a KV head; 1: none."""
+    if not on_triton(device):
+        return 1
+    return _module("fused").rows_together(groups, head_dim)
 
 
 def _serve(module: str, codecs: tuple[Codec, Codec], x: Pair) -> bool:

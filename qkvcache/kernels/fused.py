@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..formats.base import PackedLayout
 from .launch import Held, Launcher
-from .pages import BLOCK, LEAST_SPLIT, MOST_SPLITS, PagedInputs, PageOptions, Splits
+from .pages import BLOCK, LEAST_SPARED, LEAST_SPLIT, MOST_SPLITS, TOGETHER, PagedInputs, PageOptions, Splits
 from .segments import layout_of, planes_of
 from .tables import Tables, tables
 from .triton_attend import NO_REST, REST, TAKEN, attend_kernel
@@ -97,8 +97,13 @@ def _fits_tiles(layout: PackedLayout, head_dim: int) -> bool:
 OF_SHARED = Launch(64, 3, None, 4, 2, 16)
 """The launch over tokens that rows share, for up to 32 query rows, the best measured on an H100 (`eval/bench_branches.py --tune`). More
 rows of a program take more registers than they spare loads."""
-LEAST_SPARED = 5 * 2**16
-"""Tokens times KV heads that are not read again, from which on that launch pays: beside it, there is one over the tokens of each row."""
+
+
+def rows_together(groups: int, head_dim: int) -> int:
+    """`dispatch.rows_together`: one program has their query rows, and a block of the launch over the tokens of each row those of one."""
+    return max(min(OF_SHARED.rows // groups, TOGETHER), 1) if head_dim <= 128 and groups <= Launch.rows else 1
+
+
 EXACT_TILE = 32
 """Exact tokens of a tile. One program reads all of them, and with few other tokens all others wait for it."""
 SUM_TOKENS = 1024
@@ -110,7 +115,7 @@ OF_CALL = (
     "softcap", "n_quantized", "least", "blocks", "read", "table_h", "room", "before", "splits", "branches",
 )  # fmt: skip
 """Arguments of a call that both attention kernels have."""
-OF_ATTEND = "region_query", "items", "weights", "tops", "scores", "mask_h", "mask_q", "tokens", "share", "skip"
+OF_ATTEND = "region_query", "items", "firsts", "weights", "tops", "scores", "mask_h", "mask_q", "tokens", "share", "skip"
 """Those that `attend_kernel` has besides."""
 OF_REDUCE = "part", "maxima", "sums", "firsts", "sinks", "out", "lse", "splits"
 OF_SUM = "weights", "tops", "lse", "observed", "attention_sums", "slots", "grains", "n_quantized"
@@ -226,7 +231,7 @@ class LaunchPlan:
         heads: KV heads.
         mask: the kind of mask: "none", "row", "bool" or "float".
         exact: whether there are exact tokens, or slots for them.
-        items: whether `Splits` divide the rows among programs.
+        items: columns of the items of `Splits` that divide the rows among programs; 0: nothing does.
         selected: whether a `Selection` says what is read.
         kind: of a launch under a budget whose rest is read by upper halves, as of `triton_attend.REST`.
         panel: query rows in blocks of the launch whose rows of the batch this one's rows are read for; 0: its own.
@@ -243,7 +248,7 @@ class LaunchPlan:
         softcap: bool,
         sinks: bool,
         observed: bool,
-        items: bool,
+        items: int,
         selected: bool,
         kind: int,
         panel: int,
@@ -344,7 +349,7 @@ class Call:
         self.scaling, self.softcap = float(shape[3] ** -0.5 if scaling is None else scaling), float(softcap or 1.0)
         key = (
             shape, inputs.ring[0].shape[1], shown, inputs.exact and sinks + ring > 0, options.get("causal", False), softcap is not None,
-            self.sinks is not None, self.observed is not None, items is not None, inputs.selection is not None, kind, panel, launch,
+            self.sinks is not None, self.observed is not None, 0 if items is None else items.items.shape[1], inputs.selection is not None, kind, panel, launch,
         )  # fmt: skip
         if key not in args.plans:
             args.plans[key] = LaunchPlan(args, *key)
@@ -433,7 +438,7 @@ class Call:
         if not plan.many:
             items, budget = empty if self.items is None else self.items.items, self.inputs.budget
             wanted = (0, 0) if budget is None else (budget.tokens, budget.share)
-            call += self.region_query, items, self.weights, self.tops, self.scores, mask_h, mask_q, *wanted, self.skip
+            call += self.region_query, items, empty if self.items is None else self.items.firsts, self.weights, self.tops, self.scores, mask_h, mask_q, *wanted, self.skip
         plan.attend((splits, plan.blocks, plan.panels // plan.blocks), *call, held=self.held)
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -484,9 +489,14 @@ def attend_pages(
         call = Call(query, mask, inputs, options, skip=inputs.shared)
         call.attend(_shared(query, mask, inputs, options, call.plan.rows))
         return call.finish()
-    call = Call(query, mask, inputs, options, launch, inputs.splits if one else None)
+    items = inputs.splits if one else None
+    call = Call(query, mask, inputs, options, launch, items)
     if inputs.rest is None:
         call.attend()
+        if items is not None and items.items.shape[1] > 3:
+            others = Call(query, None, inputs.twin(exact=False), options, OF_SHARED, items, panel=call.plan.rows)
+            others.splits, others.outputs = call.splits, call.outputs
+            others._attend(call.splits, LEAST_SPLIT)
         return call.finish()
     rest = inputs.selection.known  # type: ignore[union-attr]
     if not isinstance(rest, Call):

@@ -200,12 +200,22 @@ SPLIT_GRAIN, WAVES = 64, 4
 one after another on each place of the GPU when there are many tokens, so that few places wait for the last one."""
 
 
+TOGETHER, PLACES = 4, 3
+"""The most rows of a batch whose shared tokens one program reads, and programs of other tokens whose place it takes."""
+LEAST_SPARED = 5 * 2**16
+"""Tokens times KV heads that are not read again, from which on a launch over shared tokens pays: beside it, there is one over the tokens of
+each row."""
+
+
 @dataclass(eq=False)
 class Splits:
     """The work items of programs, where rows differ in length: the tokens of a row that each program reads.
 
     items       int32 `[N, 3]`: a row, the first of its tokens in the pages, and the end of them. Items of a row follow one another; the
-                first of them is of its sinks and ring, and has a first token below 0. Items that are left over have no tokens
+                first of them is of its sinks and ring, and has a first token below 0. Items that are left over have no tokens.
+                `[N, 4 + TOGETHER]` where rows share tokens: the last items of a row are then of tokens that several rows share, with the
+                number of the row's items from this one on, and these rows, of which the first reads the tokens for all. The first row is
+                repeated in place of rows that are missing. Items of tokens that are not shared have 0 there
     firsts      int32 `[B + 1]`: the first item of each row, and their number
     """
 
@@ -213,20 +223,47 @@ class Splits:
     firsts: Tensor
 
     @staticmethod
-    def of(lengths: Tensor, max_length: int, programs: int) -> Splits:
+    def of(lengths: Tensor, max_length: int, programs: int, shares: Tensor | None = None) -> Splits:
         """Divide rows with `lengths` tokens in pages, int32 `[B]`, each at most `max_length`, among `programs` that run
         at a time for a head. Splits have equal length, so that programs end together. The host does not wait for the
-        device."""
+        device.
+
+        shares: int32 `[B, 1 + TOGETHER]`: of each row, the first tokens that it shares, whole pages, and the rows that share them and are
+            read together, in the form of `items`. None: no rows share tokens
+        """
         batch = len(lengths)
         count = min(WAVES * programs + 2 * batch, (1 + min(-(-max_length // LEAST_SPLIT), MOST_SPLITS)) * batch)
-        wave, longest = lengths.sum(dtype=torch.float64) / programs, lengths.amax().double()  # whatever torch's default dtype is
-        each = torch.maximum(wave.clamp(LEAST_SPLIT, BALANCED_SPLIT), torch.maximum(wave / WAVES, longest / MOST_SPLITS))
-        each = (each / SPLIT_GRAIN).ceil().int() * SPLIT_GRAIN
-        firsts = torch.nn.functional.pad((1 + (lengths + (each - 1)) // each).cumsum(0, dtype=torch.int32), (1, 0))
+        number = torch.arange(batch, dtype=torch.int32, device=lengths.device)
+        shared, pieces, each_shared = torch.zeros_like(lengths), 0, 1
+        if shares is not None:
+            shared = shares[:, 0]
+            read = torch.where(shares[:, 1] == number, shared, 0)
+            wave = read.sum(dtype=torch.float64) / max(programs // PLACES, 1)
+            each_shared = _in_grains(torch.maximum(wave.clamp_min(LEAST_SPLIT), shared.amax().double() / MOST_SPLITS))
+            pieces = (shared + (each_shared - 1)) // each_shared
+            count += min(TOGETHER * max(programs // PLACES, 1) + 2 * batch, MOST_SPLITS * batch)
+        own = lengths - shared
+        wave, longest = own.sum(dtype=torch.float64) / programs, own.amax().double()  # whatever torch's default dtype is
+        each = _in_grains(torch.maximum(wave.clamp(LEAST_SPLIT, BALANCED_SPLIT), torch.maximum(wave / WAVES, longest / MOST_SPLITS)))
+        of_own = 1 + (own + (each - 1)) // each
+        firsts = torch.nn.functional.pad((of_own + pieces).cumsum(0, dtype=torch.int32), (1, 0))
         number = torch.arange(count, dtype=torch.int32, device=lengths.device)
         row = torch.searchsorted(firsts[1:], number, right=True, out_int32=True).clamp_max(batch - 1)
-        begin = (number - firsts[row] - 1) * each
-        return Splits(torch.stack([row, begin, torch.minimum(begin + each, lengths[row])], dim=1), firsts)
+        at = number - firsts[row]
+        begin = torch.where(at > 0, shared[row], 0) + (at - 1) * each
+        end = torch.minimum(begin + each, lengths[row])
+        if shares is None:
+            return Splits(torch.stack([row, begin, end], dim=1), firsts)
+        left = torch.where(at >= of_own[row], firsts[row + 1] - number, 0).clamp_min(0)
+        begin_shared = (pieces[row] - left) * each_shared
+        begin = torch.where(left > 0, begin_shared, begin)
+        end = torch.where(left > 0, torch.minimum(begin_shared + each_shared, shared[row]), end)
+        return Splits(torch.cat([torch.stack([row, begin, end, left], dim=1), shares[row, 1:]], dim=1), firsts)
+
+
+def _in_grains(tokens: Tensor) -> Tensor:
+    """`tokens` in int32, up to a multiple of SPLIT_GRAIN."""
+    return (tokens / SPLIT_GRAIN).ceil().int() * SPLIT_GRAIN
 
 
 BLOCK = 32

@@ -554,7 +554,7 @@ def rows_of_part(
     ]
 )  # fmt: skip
 def attend_kernel(
-    query, region_query, rotation, signs, table, rows, lengths, items, blocks, read, k_planes, v_planes, exact, mask, part, maxima, sums,
+    query, region_query, rotation, signs, table, rows, lengths, items, firsts, blocks, read, k_planes, v_planes, exact, mask, part, maxima, sums,
     weights, tops, scores,
     query_b, query_h, query_q, table_b, table_h, rows_b, lengths_b, lengths_h, exact_strides, mean_strides, mask_b, mask_h, mask_q, mask_t,
     scaling, softcap, n_sinks, n_quantized, n_residual, least, heads, queries, room, before, splits, tokens, share, skip, branches,
@@ -577,7 +577,8 @@ def attend_kernel(
                    heads share)
     rows           int32 [B, 8], `pages.COLUMNS`: rows_b; read if COUNTED
     lengths        int32 [B] or [B, H], tokens in the pages: lengths_b, lengths_h (0: all heads share); read if COUNTED
-    items          int32 [N, 3], `pages.Splits.items`; read if ITEMS
+    items          int32 [N, ITEMS], `pages.Splits.items`; read if ITEMS. Items of shared tokens are read with PANEL, and others without
+    firsts         int32 [B + 1], `pages.Splits.firsts`; read if ITEMS with PANEL
     blocks         int32 [B * H, room], `pages.Selection.blocks`, in which case `table` has `Selection.entries`; read if BLOCK, their tokens
     read           int32 [B * H], `Selection.lengths`; read if BLOCK
     k_planes       of the first page: codes [entries, H', PAGE, words], words of 16 bits (`half`: the model's dtype), high bits int16
@@ -601,7 +602,7 @@ def attend_kernel(
     skip           tokens at the beginning of pages that another launch reads, a multiple of T, unless ITEMS
     branches       with PANEL, each row is read once for `branches` rows of the batch, whose queries follow one another: row by row, of
                    `queries` in all. Results go where another launch has those of these rows, in blocks of PANEL query rows; 0: where its
-                   own are
+                   own are. With ITEMS, these are the rows of the item, each with one query, whose query rows are in one block
     TURN           factor of the rotation                          CAUSAL   whether the last `queries` tokens are the queries' own
     """
     split = tl.program_id(0)
@@ -611,9 +612,10 @@ def attend_kernel(
     h = bh % heads
     is_exact = EXACT and split == 0
     if ITEMS:
-        b = tl.load(items + split * 3).to(tl.int64)
-        low = tl.multiple_of(tl.load(items + split * 3 + 1), T)
-        high = tl.load(items + split * 3 + 2)
+        items += split * ITEMS
+        b = tl.load(items).to(tl.int64)
+        low = tl.multiple_of(tl.load(items + 1), T)
+        high = tl.load(items + 2)
         is_exact = EXACT and low < 0
     KW: tl.constexpr = D // K.per
     VW: tl.constexpr = DV // V.per
@@ -623,6 +625,20 @@ def attend_kernel(
     row = tl.minimum(r, G * queries - 1)
     head = h * G + row // queries
     number = row % queries
+    of = b
+    if ITEMS > 3:  # whether this launch reads the item, and for which rows
+        left = tl.load(items + 3)
+        if PANEL > 0:
+            lead = tl.load(items + 4)
+            mate = tl.minimum(r // G, ITEMS - 5)
+            of = tl.load(items + 4 + mate).to(tl.int64)
+            head = h * G + r % G
+            number = r * 0
+            high = tl.where((left > 0) & (lead == b), high, low)
+            live = (low < high) & (r < (ITEMS - 4) * G) & ((mate == 0) | (of != lead))
+        else:
+            high = tl.where(left > 0, low, high)
+            live = live & (left == 0)
     first_token, row_sinks, in_ring, length = 0, n_sinks, n_residual, n_quantized
     if COUNTED:
         rows += b * rows_b
@@ -653,10 +669,12 @@ def attend_kernel(
         high = tl.minimum(low + each, length)
     panel = (bh * tl.num_programs(1) + block).to(tl.int64)
     entry, rows_out = rows_of_part(bh, block, split, row, heads, queries, before, splits, branches, R, G, PANEL)
+    if ITEMS > 3 and PANEL > 0:
+        rows_out = (h * splits + tl.load(firsts + 1 + of, mask=live, other=0) - left).to(tl.int64) * PANEL + r % G
     out = part + entry * DV
     m = tl.full([R], MASKED_SCORE, tl.float32)
     l = tl.zeros([R], tl.float32)
-    q_rows = b * query_b + head * query_h + number * query_q
+    q_rows = of * query_b + head * query_h + number * query_q
     if ATTENTION_SUMS > 0:
         region_grains = tl.cdiv(n_quantized, REGION_GRAIN)
         sink_grains = tl.cdiv(n_sinks, EXACT_GRAIN)

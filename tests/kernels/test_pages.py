@@ -132,11 +132,12 @@ KERNELS = pytest.mark.skipif(
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def compare(monkeypatch, format: str, query: Tensor, inputs: PagedInputs, mask=None, **options) -> None:
+def compare(monkeypatch, format: str, query: Tensor, inputs: PagedInputs, mask=None, given: PagedInputs | None = None, **options) -> None:
+    """`given`: the inputs of the kernel, where they are not those of the reference."""
     from qkvcache.kernels import fused
 
     with guarded(monkeypatch):
-        out, lse, sums = fused.attend_pages(query, inputs, mask, **options)
+        out, lse, sums = fused.attend_pages(query, given or inputs, mask, **options)
     wanted, wanted_lse, wanted_sums = reference.attend_pages(query.float(), inputs, mask, **options)
     limit = tolerance(format, query.dtype)
     assert out.isfinite().all() and out.dtype == query.dtype and sums.shape == wanted_sums.shape
@@ -157,10 +158,10 @@ def test_the_kernel(format, monkeypatch):
         compare(monkeypatch, format, query, inputs)  # the same split of every row
 
 
-def split(lengths: Tensor, least: int = 64, programs: int = 2) -> Splits:
+def split(lengths: Tensor, least: int = 64, programs: int = 2, shares: Tensor | None = None) -> Splits:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "LEAST_SPLIT", least)
-        return Splits.of(lengths, int(lengths.max()), programs)
+        return Splits.of(lengths, int(lengths.max()), programs, shares)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -185,6 +186,44 @@ def test_splits_share_the_tokens_of_all_rows(programs, dtype):
             assert all(begin % 64 == 0 for begin in begins) and len(others) <= reference.MOST_SPLITS
             assert all(end - first == most for _, first, end in others[:-1])
         assert most <= max(sum(lengths) / programs / reference.WAVES, reference.BALANCED_SPLIT, max(lengths) / reference.MOST_SPLITS) + 64
+
+
+@pytest.mark.parametrize("programs", [1, 7, 198])
+def test_splits_of_shared_tokens(programs):
+    """Each token is in one item of its row, and items of the tokens that rows share are the same for these rows."""
+    for batch, most in ((2, 600), (40, 9000), (5, 300_000)):
+        shared, shares = 64 * torch.randint(1, most // 64, (batch // 2,)), torch.zeros(batch, 5, dtype=torch.int32)
+        for row in range(batch // 2 * 2):
+            pair = batch - 1 - row // 2, row // 2  # row and pair differ
+            at = pair[row % 2]
+            shares[at] = torch.tensor([shared[row // 2], *pair, pair[0], pair[0]])
+        lengths = (shares[:, 0] + torch.randint(200, (batch,))).int()
+        splits = Splits.of(lengths, int(lengths.max()), programs, shares)
+        items, firsts = splits.items.tolist(), splits.firsts.tolist()
+        assert firsts[-1] <= len(items) and all(begin >= end for _, begin, end, *_ in items[firsts[-1] :])
+        pieces = [[item[1:4] for item in items[firsts[row] : firsts[row + 1]] if item[3]] for row in range(batch)]
+        for row, length in enumerate(lengths.tolist()):
+            mine = items[firsts[row] : firsts[row + 1]]
+            assert all(item[0] == row and item[4:] == shares[row, 1:].tolist() for item in mine) and mine[0][1] < 0
+            assert [left for *_, left in pieces[row]] == list(range(len(pieces[row]), 0, -1)) and len(pieces[row]) <= reference.MOST_SPLITS
+            spans = sorted(item[1:3] for item in mine[1:])
+            assert [0, *(end for _, end in spans)] == [*(begin for begin, _ in spans), length]
+            assert pieces[row] == pieces[shares[row, 1]] or not shares[row, 0]
+
+
+@KERNELS
+@pytest.mark.parametrize("format", slowly(FORMATS, ("turboquant_4bit_nc", "int8")))
+def test_tokens_that_rows_share_are_read_once(format, monkeypatch):
+    """Rows anywhere in the batch share a page or three, and some share none. Only the first of those that read together has their entries."""
+    lengths = [300, 70, 200, 130, 0, 290]
+    inputs = build(REGISTRY[format], lengths, begin=2, ring=5, ring_tokens=[4, 0, 5, 1, 2, 5], shared=3, device=DEVICE)
+    shares = torch.tensor([[192, 2, 0, 5, 2], [64, 3, 1, 3, 3], [192, 2, 0, 5, 2], [64, 3, 1, 3, 3], [0] * 5, [192, 2, 0, 5, 2]])
+    splits, table = split(inputs.pages.lengths, shares=shares.int().to(DEVICE)), inputs.pages.table.clone()
+    for row, count in ((0, 3), (5, 3), (1, 1)):
+        table[row, :count] = 2**30
+    given = replace(inputs, pages=replace(inputs.pages, table=table), splits=splits)
+    query, sinks = torch.randn(6, 6, 1, 64, device=DEVICE).half(), torch.randn(6, device=DEVICE)
+    compare(monkeypatch, format, query, inputs, given=given, sinks=sinks, softcap=5.0)
 
 
 @KERNELS

@@ -1,0 +1,67 @@
+"""Pages that rows of a batch share are read once: which rows are read together, and that answers are as without."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+
+from qkvcache import continuous_batching
+from qkvcache.batching import layout, shares
+from qkvcache.formats import Int8
+from qkvcache.kernels import fused
+from tests.matrix import model
+
+from .requests import answers, assert_same, prompts, serving, single
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+PAGES = layout.BlockLayout(Int8(), 2, 64, 64, 2, torch.float32)
+
+
+def shared(lists: list[list[int]], lengths: list[int], together: int = 4) -> list[list[int]]:
+    blocks = numpy.zeros((len(lists), max(map(len, lists))), numpy.int32)
+    for row, found in enumerate(lists):
+        blocks[row, : len(found)] = found
+    found = shares.shares_of(blocks, numpy.array(lengths), PAGES, together)
+    return [] if found is None else [[pages // 64, *rows] for pages, *rows in found.tolist()]
+
+
+def test_rows_are_grouped_where_they_share_most(monkeypatch):
+    monkeypatch.setattr(shares, "LEAST_SPARED", 1)
+    alone = [0] * 5
+    # The last page of a row is not complete, or its tokens are in the ring.
+    assert shared([[1, 2, 9], [5, 6], [1, 2, 9]], [180, 90, 130]) == [[2, 0, 2, 0, 0], alone, [2, 0, 2, 0, 0]]
+    # All share the first page; two of them share more than all of them spare.
+    lists = [[1, 2, 3, 4, 5, 6], [1, 7], [1, 2, 3, 4, 5, 8]]
+    assert shared(lists, [380, 100, 380]) == [[5, 0, 2, 0, 0], alone, [5, 0, 2, 0, 0]]
+    # More rows than are read together, none of them alone.
+    found = shared([[3, 4, 10 + n] for n in range(5)], [150] * 5)
+    assert found == [[2, 0, 1, 2, 0]] * 3 + [[2, 3, 4, 3, 3]] * 2
+    assert shared([[3, 4, 10 + n] for n in range(3)], [150] * 3, together=2) == [[2, 0, 1, 0, 0]] * 2 + [alone]
+    # Padding is no page.
+    assert shared([[1], [1], [2, 0], [3, 0]], [60, 40, 100, 64]) == []
+    monkeypatch.setattr(shares, "LEAST_SPARED", 2 * 64 + 1)
+    assert shared([[1, 2], [1, 3]], [100, 100]) == []
+
+
+def test_answers_of_prompts_that_begin_alike(monkeypatch):
+    """In steps of decoding alone and beside prompts, with the answers that prompts have alone; kernels in the interpreter."""
+    monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
+    monkeypatch.setattr(shares, "LEAST_SPARED", 1)
+    network, (begin,), calls = model("llama", layers=2), prompts(130), []
+    ids = [*(begin + more for more in prompts(20, 9, 40, seed=1)), *prompts(90, seed=2)]
+    real = fused.Call.__init__
+
+    def watched(self, query, mask, inputs, *args, **options):
+        real(self, query, mask, inputs, *args, **options)
+        if options.get("panel"):
+            calls.append((len(query), self.items.items[:, 3].amax().item()))
+
+    monkeypatch.setattr(fused.Call, "__init__", watched)
+    zones = {"num_sink_tokens": 2, "residual_length": 4}
+    with continuous_batching(network, Int8(center=False), **zones), serving(network, new=4, max_batch_tokens=200) as running:
+        got = answers(running, ids)
+    assert {rows for rows, _ in calls} >= {3, 4} and all(pieces > 0 for _, pieces in calls)
+    monkeypatch.setenv("QKVCACHE_KERNELS", "torch")
+    for tokens, prompt in zip(got, ids, strict=True):
+        assert_same(tokens, single(network, prompt, Int8(center=False), new=4))
