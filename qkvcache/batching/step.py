@@ -267,10 +267,10 @@ def step_of_batch(batch: Batch, scratch_tokens: int, tokens: int, device: torch.
     decoded, places = batch.pick(single), begins[single]
     *writes, indices = send([*slots, places], torch.int64, device)
     numbers = (part for group in chunks for part in group.numbers(batch))
-    columns, table = decoded.after()
-    shares = shares_of(table, columns[:, LENGTH], batch.layout, batch.together)
-    sent = iter(send([columns.ravel(), table.ravel(), () if shares is None else shares.ravel(), *numbers], torch.int32, device))
-    columns, table, sent_shares = next(sent).view(-1, len(COLUMNS)), next(sent), next(sent)
+    after = decoded.after()
+    found = shares_of(after[1], after[0][:, LENGTH], batch.layout, batch.together)
+    sent = iter(send([*(x.ravel() for x in after), () if found is None else found.ravel(), *numbers], torch.int32, device))
+    columns, table, shares = next(sent).view(-1, len(COLUMNS)), next(sent), next(sent)
     for group in chunks:
         group.receive(sent)
     together = None
@@ -279,9 +279,8 @@ def step_of_batch(batch: Batch, scratch_tokens: int, tokens: int, device: torch.
         where = slice(begin, end) if end - begin == len(places) else indices
         table = table.view(len(places), -1)
         max_length = min(int(decoded.end.max()), table.shape[1] * batch.layout.page_size)
-        splits = split_rows(
-            columns[:, LENGTH], max_length, batch.layout.heads, None if shares is None else sent_shares.view(len(places), -1)
-        )
+        shared = None if found is None else shares.view(len(places), -1)
+        splits = split_rows(columns[:, LENGTH], max_length, batch.layout.heads, shared)
         together = Rows(columns, table, max_length, splits, where)
     return BatchStep(Writes(*writes), together, chunks, batch.tokens)
 

@@ -349,7 +349,8 @@ class Call:
         self.scaling, self.softcap = float(shape[3] ** -0.5 if scaling is None else scaling), float(softcap or 1.0)
         key = (
             shape, inputs.ring[0].shape[1], shown, inputs.exact and sinks + ring > 0, options.get("causal", False), softcap is not None,
-            self.sinks is not None, self.observed is not None, 0 if items is None else items.items.shape[1], inputs.selection is not None, kind, panel, launch,
+            self.sinks is not None, self.observed is not None, 0 if items is None else items.items.shape[1],
+            inputs.selection is not None, kind, panel, launch,
         )  # fmt: skip
         if key not in args.plans:
             args.plans[key] = LaunchPlan(args, *key)
@@ -436,9 +437,9 @@ class Call:
             blocks.shape[-1] if selection is not None else -(-self.inputs.max_length // BLOCK), before, self.splits, self.inputs.branches,
         )  # fmt: skip
         if not plan.many:
-            items, budget = empty if self.items is None else self.items.items, self.inputs.budget
-            wanted = (0, 0) if budget is None else (budget.tokens, budget.share)
-            call += self.region_query, items, empty if self.items is None else self.items.firsts, self.weights, self.tops, self.scores, mask_h, mask_q, *wanted, self.skip
+            items, firsts = (empty, empty) if self.items is None else (self.items.items, self.items.firsts)
+            wanted = (0, 0) if self.inputs.budget is None else (self.inputs.budget.tokens, self.inputs.budget.share)
+            call += self.region_query, items, firsts, self.weights, self.tops, self.scores, mask_h, mask_q, *wanted, self.skip
         plan.attend((splits, plan.blocks, plan.panels // plan.blocks), *call, held=self.held)
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:

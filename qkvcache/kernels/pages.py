@@ -231,39 +231,40 @@ class Splits:
         shares: int32 `[B, 1 + TOGETHER]`: of each row, the first tokens that it shares, whole pages, and the rows that share them and are
             read together, in the form of `items`. None: no rows share tokens
         """
+        if shares is not None:
+            return _of_shared(lengths, max_length, programs, shares)
         batch = len(lengths)
         count = min(WAVES * programs + 2 * batch, (1 + min(-(-max_length // LEAST_SPLIT), MOST_SPLITS)) * batch)
-        number = torch.arange(batch, dtype=torch.int32, device=lengths.device)
-        shared, pieces, each_shared = torch.zeros_like(lengths), 0, 1
-        if shares is not None:
-            shared = shares[:, 0]
-            read = torch.where(shares[:, 1] == number, shared, 0)
-            wave = read.sum(dtype=torch.float64) / max(programs // PLACES, 1)
-            each_shared = _in_grains(torch.maximum(wave.clamp_min(LEAST_SPLIT), shared.amax().double() / MOST_SPLITS))
-            pieces = (shared + (each_shared - 1)) // each_shared
-            count += min(TOGETHER * max(programs // PLACES, 1) + 2 * batch, MOST_SPLITS * batch)
-        own = lengths - shared
-        wave, longest = own.sum(dtype=torch.float64) / programs, own.amax().double()  # whatever torch's default dtype is
-        each = _in_grains(torch.maximum(wave.clamp(LEAST_SPLIT, BALANCED_SPLIT), torch.maximum(wave / WAVES, longest / MOST_SPLITS)))
-        of_own = 1 + (own + (each - 1)) // each
-        firsts = torch.nn.functional.pad((of_own + pieces).cumsum(0, dtype=torch.int32), (1, 0))
+        wave, longest = lengths.sum(dtype=torch.float64) / programs, lengths.amax().double()  # whatever torch's default dtype is
+        each = torch.maximum(wave.clamp(LEAST_SPLIT, BALANCED_SPLIT), torch.maximum(wave / WAVES, longest / MOST_SPLITS))
+        each = (each / SPLIT_GRAIN).ceil().int() * SPLIT_GRAIN
+        firsts = torch.nn.functional.pad((1 + (lengths + (each - 1)) // each).cumsum(0, dtype=torch.int32), (1, 0))
         number = torch.arange(count, dtype=torch.int32, device=lengths.device)
         row = torch.searchsorted(firsts[1:], number, right=True, out_int32=True).clamp_max(batch - 1)
-        at = number - firsts[row]
-        begin = torch.where(at > 0, shared[row], 0) + (at - 1) * each
-        end = torch.minimum(begin + each, lengths[row])
-        if shares is None:
-            return Splits(torch.stack([row, begin, end], dim=1), firsts)
-        left = torch.where(at >= of_own[row], firsts[row + 1] - number, 0).clamp_min(0)
-        begin_shared = (pieces[row] - left) * each_shared
-        begin = torch.where(left > 0, begin_shared, begin)
-        end = torch.where(left > 0, torch.minimum(begin_shared + each_shared, shared[row]), end)
-        return Splits(torch.cat([torch.stack([row, begin, end, left], dim=1), shares[row, 1:]], dim=1), firsts)
+        begin = (number - firsts[row] - 1) * each
+        return Splits(torch.stack([row, begin, torch.minimum(begin + each, lengths[row])], dim=1), firsts)
 
 
-def _in_grains(tokens: Tensor) -> Tensor:
-    """`tokens` in int32, up to a multiple of SPLIT_GRAIN."""
-    return (tokens / SPLIT_GRAIN).ceil().int() * SPLIT_GRAIN
+def _of_shared(lengths: Tensor, max_length: int, programs: int, shares: Tensor) -> Splits:
+    """`Splits.of` rows that share tokens: behind the items of the tokens that are a row's own, those of shared ones."""
+    batch, shared, device = len(lengths), shares[:, 0], lengths.device
+    own = Splits.of(lengths - shared, max_length, programs)
+    beside = max(programs // PLACES, 1)
+    read = torch.where(shares[:, 1] == torch.arange(batch, device=device), shared, 0).sum(dtype=torch.float64)
+    each = torch.maximum((read / beside).clamp_min(LEAST_SPLIT), shared.amax().double() / MOST_SPLITS)
+    each = (each / SPLIT_GRAIN).ceil().int() * SPLIT_GRAIN
+    pieces = (shared + (each - 1)) // each
+    firsts = own.firsts + torch.nn.functional.pad(pieces.cumsum(0, dtype=torch.int32), (1, 0))
+    number = torch.arange(len(own.items) + min(TOGETHER * beside + 2 * batch, MOST_SPLITS * batch), dtype=torch.int32, device=device)
+    row = torch.searchsorted(firsts[1:], number, right=True, out_int32=True).clamp_max(batch - 1)
+    place, left = own.firsts[row] + number - firsts[row], (firsts[row + 1] - number).clamp_min(0)
+    is_own = place < own.firsts[row + 1]
+    _, begin, end = own.items[place.clamp_max(len(own.items) - 1)].unbind(1)
+    after = torch.where(begin >= 0, shared[row], 0)
+    begin_shared = (pieces[row] - left) * each  # the end of them, of items that are left over
+    begin = torch.where(is_own, begin + after, begin_shared)
+    end = torch.where(is_own, end + after, torch.minimum(begin_shared + each, shared[row]))
+    return Splits(torch.cat([torch.stack([row, begin, end, left * ~is_own], dim=1), shares[row, 1:]], dim=1), firsts)
 
 
 BLOCK = 32

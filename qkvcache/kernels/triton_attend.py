@@ -554,8 +554,8 @@ def rows_of_part(
     ]
 )  # fmt: skip
 def attend_kernel(
-    query, region_query, rotation, signs, table, rows, lengths, items, firsts, blocks, read, k_planes, v_planes, exact, mask, part, maxima, sums,
-    weights, tops, scores,
+    query, region_query, rotation, signs, table, rows, lengths, items, firsts, blocks, read, k_planes, v_planes, exact, mask, part, maxima,
+    sums, weights, tops, scores,
     query_b, query_h, query_q, table_b, table_h, rows_b, lengths_b, lengths_h, exact_strides, mean_strides, mask_b, mask_h, mask_q, mask_t,
     scaling, softcap, n_sinks, n_quantized, n_residual, least, heads, queries, room, before, splits, tokens, share, skip, branches,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,

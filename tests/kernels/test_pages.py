@@ -193,34 +193,34 @@ def test_splits_of_shared_tokens(programs):
     """Each token is in one item of its row, and items of the tokens that rows share are the same for these rows."""
     for batch, most in ((2, 600), (40, 9000), (5, 300_000)):
         shared, shares = 64 * torch.randint(1, most // 64, (batch // 2,)), torch.zeros(batch, 5, dtype=torch.int32)
-        for row in range(batch // 2 * 2):
-            pair = batch - 1 - row // 2, row // 2  # row and pair differ
-            at = pair[row % 2]
-            shares[at] = torch.tensor([shared[row // 2], *pair, pair[0], pair[0]])
+        for first, tokens in enumerate(shared.tolist()):
+            shares[[first, batch - 1 - first]] = torch.tensor(
+                [tokens, batch - 1 - first, first, batch - 1 - first, batch - 1 - first]
+            ).int()
         lengths = (shares[:, 0] + torch.randint(200, (batch,))).int()
         splits = Splits.of(lengths, int(lengths.max()), programs, shares)
         items, firsts = splits.items.tolist(), splits.firsts.tolist()
         assert firsts[-1] <= len(items) and all(begin >= end for _, begin, end, *_ in items[firsts[-1] :])
-        pieces = [[item[1:4] for item in items[firsts[row] : firsts[row + 1]] if item[3]] for row in range(batch)]
-        for row, length in enumerate(lengths.tolist()):
-            mine = items[firsts[row] : firsts[row + 1]]
-            assert all(item[0] == row and item[4:] == shares[row, 1:].tolist() for item in mine) and mine[0][1] < 0
-            assert [left for *_, left in pieces[row]] == list(range(len(pieces[row]), 0, -1)) and len(pieces[row]) <= reference.MOST_SPLITS
+        pieces = [[item[1:4] for item in items[firsts[b] : firsts[b + 1]] if item[3]] for b in range(batch)]
+        for b, length in enumerate(lengths.tolist()):
+            mine = items[firsts[b] : firsts[b + 1]]
+            assert all(item[0] == b and item[4:] == shares[b, 1:].tolist() for item in mine) and mine[0][1] < 0
+            assert [left for *_, left in pieces[b]] == list(range(len(pieces[b]), 0, -1)) and len(pieces[b]) <= reference.MOST_SPLITS
             spans = sorted(item[1:3] for item in mine[1:])
             assert [0, *(end for _, end in spans)] == [*(begin for begin, _ in spans), length]
-            assert pieces[row] == pieces[shares[row, 1]] or not shares[row, 0]
+            assert pieces[b] == pieces[shares[b, 1]] or not shares[b, 0]
 
 
 @KERNELS
 @pytest.mark.parametrize("format", slowly(FORMATS, ("turboquant_4bit_nc", "int8")))
 def test_tokens_that_rows_share_are_read_once(format, monkeypatch):
-    """Rows anywhere in the batch share a page or three, and some share none. Only the first of those that read together has their entries."""
+    """Rows anywhere in the batch share a page or three, and some share none. Only the first of those that share has the entries."""
     lengths = [300, 70, 200, 130, 0, 290]
     inputs = build(REGISTRY[format], lengths, begin=2, ring=5, ring_tokens=[4, 0, 5, 1, 2, 5], shared=3, device=DEVICE)
     shares = torch.tensor([[192, 2, 0, 5, 2], [64, 3, 1, 3, 3], [192, 2, 0, 5, 2], [64, 3, 1, 3, 3], [0] * 5, [192, 2, 0, 5, 2]])
     splits, table = split(inputs.pages.lengths, shares=shares.int().to(DEVICE)), inputs.pages.table.clone()
-    for row, count in ((0, 3), (5, 3), (1, 1)):
-        table[row, :count] = 2**30
+    for follower, count in ((0, 3), (5, 3), (1, 1)):
+        table[follower, :count] = 2**30
     given = replace(inputs, pages=replace(inputs.pages, table=table), splits=splits)
     query, sinks = torch.randn(6, 6, 1, 64, device=DEVICE).half(), torch.randn(6, device=DEVICE)
     compare(monkeypatch, format, query, inputs, given=given, sinks=sinks, softcap=5.0)
