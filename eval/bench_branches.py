@@ -1,6 +1,7 @@
 """Attention of rows that share their first tokens, as branches of a prompt do, on one GPU.
 
     python eval/bench_branches.py [--check] [--quick]  measure, print a table, write eval/results/branches.jsonl
+    python eval/bench_branches.py --samples        samples of one prompt in continuous batching, in rows of the same file
     python eval/bench_branches.py --tune           launches over the shared tokens; writes nothing
     python eval/bench_branches.py --markdown       the table of the documentation, from the rows: needs no GPU
 
@@ -8,20 +9,30 @@ A decode step of one layer of the 8B shape (32/8 heads, head_dim 128), GPU time 
 Each row has 512 quantized tokens of its own after the shared ones, and 4 + 96 exact tokens. Ratios: time of rows that have all their tokens
 to themselves / time of rows that share; torch's best bf16 attention over rows of their own / the same. Floor: the bytes of rows of their
 own / the bytes of the shared tokens once and of each row's own.
+
+With `--samples`, the median time between two tokens of samples of one prompt of 32,000 tokens, on a Llama of the 8B shape with random
+weights: where attention reads their common pages once for several samples, and where each reads them, before and after that.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 import torch
+from bench_batching import answer
 from bench_kernels import KNOWN, attend_us, bf16, code_bytes, filled, payloads, sdpa_us
-from harness import Table, parser_of, replace_rows, run_or_show
+from gpu import random_llama
+from harness import Table, at_least, parser_of, replace_rows, run_or_show
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
+from qkvcache import continuous_batching
+from qkvcache.batching import shares
 from qkvcache.kernels import fused
 from qkvcache.kernels import pages as reference
 from qkvcache.storage import attention_inputs_of
@@ -30,6 +41,7 @@ FORMATS = ("turboquant_4bit_nc", "int8")
 BRANCHES, SHARED = (2, 4, 8, 16), (2048, 8192, 32768)
 CHECKED = ((8, 1, 1), (3, 2, 3), (16, 1, 1))  # rows that share, groups of these, queries
 OWN, ZONES = 512, (4, 96)
+SAMPLES, PROMPT, NEW, PAGE = (8, 16), 32_000, 96, 256
 QUERY_HEADS, HEADS, DIM = 32, 8, 128
 TUNED = (*(fused.Launch(64, 3, None, programs, 2, rows) for rows in (16, 32) for programs in (2, 4, 8)), *fused.TILES)
 
@@ -94,8 +106,44 @@ def tune(names: list[str]) -> None:
         print(f"{name} {branches}x{shared}: each row alone {present:.0f} us; {', '.join(found)}", flush=True)
 
 
+def samples(args: Namespace) -> None:
+    model, least, device = random_llama(num_hidden_layers=args.layers), shares.LEAST_SPARED, torch.cuda.get_device_name()
+    for name, count in itertools.product(args.formats, SAMPLES):
+        times = []
+        for shares.LEAST_SPARED in (2**62, least, 2**62):
+            times.append(between_tokens(model, name, count))
+        row = {"format": name, "samples": count, "layers": args.layers, "prompt": PROMPT, "apart_ms": (times[0] + times[2]) / 2}
+        row |= {"together_ms": times[1], "ratio": row["apart_ms"] / times[1], "device": device}
+        print(row, flush=True)
+        replace_rows(args.out, "branches: samples", [row], "device", "format", "samples", "layers")
+
+
+def between_tokens(model: PreTrainedModel, name: str, count: int) -> float:
+    """Median milliseconds between two tokens of `count` samples of one prompt, of the second time, when graphs are there."""
+    config = ContinuousBatchingConfig(
+        page_size=PAGE, num_blocks=(2 * PROMPT + 4 * count * NEW) // PAGE + 8 * count, max_requests_per_batch=count + 2
+    )
+    sampled = GenerationConfig(do_sample=True, max_new_tokens=NEW, num_return_sequences=count, eos_token_id=-1)
+    with continuous_batching(model, format=name):
+        manager = model.init_continuous_batching(generation_config=sampled, continuous_batching_config=config)
+        manager.warmup()
+        manager.start()
+        try:
+            for seed in range(2):
+                generator = torch.Generator().manual_seed(seed)
+                prompt = torch.randint(3, model.config.vocab_size, (PROMPT,), generator=generator).tolist()
+                manager.add_request(prompt, record_timestamps=True)
+                found = [answer(manager, time.perf_counter() + 100).timestamps[NEW // 3 :] for _ in range(count)]
+        finally:
+            manager.stop(block=True, timeout=60, hard_stop=True)
+            manager.destroy()
+    return 1e3 * median(end - begin for times in found for begin, end in itertools.pairwise(times))
+
+
 @torch.no_grad()
 def run(args: Namespace) -> None:
+    if args.samples:
+        return samples(args)
     least, fused.LEAST_SPARED = fused.LEAST_SPARED, 1
     for name in args.formats if args.check else ():
         print(f"{name}: largest error {worst(name):.1e}", flush=True)
@@ -123,6 +171,7 @@ def run(args: Namespace) -> None:
 
 
 def tables(rows: list[dict]) -> Iterator[Table]:
+    batches, rows = ([row for row in rows if (row["what"] == "branches") == layer] for layer in (False, True))
     for device in dict.fromkeys(row["device"] for row in rows):
         mine = {(row["format"], row["branches"], row["shared"]): row for row in rows if row["device"] == device}
         lines = []
@@ -140,6 +189,14 @@ def tables(rows: list[dict]) -> Iterator[Table]:
             lines,
             f"{device}: us (* each row reads its tokens) / ratio / to SDPA / floor",
         )
+    for device, layers in dict.fromkeys((row["device"], row["layers"]) for row in batches):
+        lines = [
+            [f"`{row['format']}`", str(row["samples"]), *(f"{row[name]:.2f}" for name in ("apart_ms", "together_ms", "ratio"))]
+            for row in batches
+            if (row["device"], row["layers"]) == (device, layers)
+        ]
+        title = f"{device}, {layers} layers: milliseconds a token of samples of one prompt of {PROMPT:,} tokens in continuous batching"
+        yield Table(["format", "samples", "each reads the prompt", "once for several", "times as fast"], lines, title)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -147,6 +204,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--formats", nargs="+", choices=list(KNOWN), default=list(FORMATS), metavar="A,B")
     parser.add_argument("--check", action="store_true", help="compare with the reference first")
     parser.add_argument("--quick", action="store_true", help="32,768 shared tokens alone")
+    parser.add_argument("--samples", action="store_true", help="samples of one prompt in continuous batching")
+    parser.add_argument("--layers", type=at_least(1), default=32, help="of the model, with --samples")
     parser.add_argument("--tune", action="store_true", help="launches over the shared tokens; writes nothing")
     run_or_show(parser, parser.parse_args(arguments), run, "branches", tables)
 
