@@ -10,11 +10,12 @@ import torch
 
 from qkvcache import CompressedCache, continuous_batching
 from qkvcache.attention import full
+from qkvcache.batching import shares
 from qkvcache.formats import Int8
 from qkvcache.kernels import select_blocks
 from tests.reference import count_fused
 
-from .requests import ZONES, answers, assert_same, attention, collect, llama, prompts, serving, single, watch_offloading
+from .requests import ZONES, answers, assert_same, attention, collect, llama, prompts, serving, single, store, watch_offloading
 
 pytestmark = pytest.mark.gpu
 FORMATS = ["identity", "int8", "nvfp4_mse", "turboquant_4bit_nc", "hadaquant_k3v3"]
@@ -100,6 +101,20 @@ def test_graphs_read_the_chosen_blocks(monkeypatch):
     for got, expected in zip([alone, *few, *together], [*wanted, *wanted], strict=True):
         assert_same(got, expected)
     assert assert_same(alone, wanted[0]) > 6
+
+
+def test_graphs_read_shared_pages_once(monkeypatch):
+    """Batches whose rows share pages have other graphs than those whose rows do not; answers are those of prompts alone."""
+    monkeypatch.setattr(shares, "LEAST_SPARED", 1)
+    net, (begin,), kinds, results = network(torch.float32), prompts(200), set(), []
+    ids, kind = [begin + more for more in prompts(10, 30, 5, 60, 1, seed=1)], store.PageStore.kind.fget
+    monkeypatch.setattr(store.PageStore, "kind", property(lambda mine: (kinds.add(kind(mine)), kind(mine))[1]))
+    for options in ({}, SYNCHRONOUS):
+        with continuous_batching(net, "identity", **ZONES), serving(net, new=20, max_batch_tokens=1024, **options) as manager:
+            results.append([answers(manager, few) for few in (ids, prompts(90, 30, seed=2), ids[:3])])
+    assert kinds == {(False, False), (False, True)} and results[0] == results[1]
+    compared = [assert_same(got, steps(net, one, "identity", 20)) for got, one in zip(results[0][0], ids, strict=True)]
+    assert sum(compared) > 12
 
 
 def test_chunks_shared_blocks_and_blocks_on_the_host():
