@@ -379,7 +379,7 @@ class Call:
         """A launch of `attend_kernel`, or of `attend_tiles_kernel`; and another of the tokens that are read beside these."""
         splits, least = self._splits()
         if others is None:
-            self.allocate(splits)
+            self.allocate(splits if self.items is None else self.items.count)
         else:
             more, others_least = others._splits()
             self.allocate(splits + more)
@@ -494,10 +494,11 @@ def attend_pages(
     call = Call(query, mask, inputs, options, launch, items)
     if inputs.rest is None:
         call.attend()
-        if items is not None and items.items.shape[1] > 3:
-            others = Call(query, None, inputs.twin(exact=False), options, OF_SHARED, items, panel=call.plan.rows)
+        if items is not None and items.shared is not None:
+            shared = Splits(items.shared, items.firsts)
+            others = Call(query, None, inputs.twin(exact=False), options, OF_SHARED, shared, panel=call.plan.rows)
             others.splits, others.outputs = call.splits, call.outputs
-            others._attend(call.splits, LEAST_SPLIT)
+            others._attend(len(items.shared), LEAST_SPLIT)
         return call.finish()
     rest = inputs.selection.known  # type: ignore[union-attr]
     if not isinstance(rest, Call):

@@ -70,7 +70,7 @@ def _(query, pool, counts, exact, *options):
     mutates=["rows", "control", "exact"],
 )
 def _step(pool, rows, control, exact, sizes, key, value):
-    dispatch.step(PagedInputs.of(pool, [rows, None, None, None, control], exact, sizes, 0), (key, value))
+    dispatch.step(PagedInputs.of(pool, [rows, None, None, None, None, control], exact, sizes, 0), (key, value))
 
 
 @_operator("unfold", f"{INPUTS}, SymInt columns, Tensor? key, Tensor? value", "(Tensor, Tensor)")

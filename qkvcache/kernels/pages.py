@@ -212,15 +212,21 @@ class Splits:
     """The work items of programs, where rows differ in length: the tokens of a row that each program reads.
 
     items       int32 `[N, 3]`: a row, the first of its tokens in the pages, and the end of them. Items of a row follow one another; the
-                first of them is of its sinks and ring, and has a first token below 0. Items that are left over have no tokens.
-                `[N, 4 + TOGETHER]` where rows share tokens: the last items of a row are then of tokens that several rows share, with the
-                number of the row's items from this one on, and these rows, of which the first reads the tokens for all. The first row is
-                repeated in place of rows that are missing. Items of tokens that are not shared have 0 there
-    firsts      int32 `[B + 1]`: the first item of each row, and their number
+                first of them is of its sinks and ring, and has a first token below 0. Items that are left over have no tokens. With
+                `shared`, `[N, 4]`: also the number of the item, behind which those of shared tokens of the row are counted
+    firsts      int32 `[B + 1]`: the number of the first item of each row, and how many there are
+    shared      int32 `[M, 4 + TOGETHER]`: the first row of several, the first of the tokens that they share, the end of them, and for how
+                many of their last items this is the first; then these rows, with the first row in place of rows that are missing
     """
 
     items: Tensor
     firsts: Tensor
+    shared: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """Bound on the numbers of items."""
+        return len(self.items) + (0 if self.shared is None else TOGETHER * len(self.shared))
 
     @staticmethod
     def of(lengths: Tensor, max_length: int, programs: int, shares: Tensor | None = None) -> Splits:
@@ -246,25 +252,27 @@ class Splits:
 
 
 def _of_shared(lengths: Tensor, max_length: int, programs: int, shares: Tensor) -> Splits:
-    """`Splits.of` rows that share tokens: behind the items of the tokens that are a row's own, those of shared ones."""
+    """`Splits.of` rows that share tokens."""
     batch, shared, device = len(lengths), shares[:, 0], lengths.device
     own = Splits.of(lengths - shared, max_length, programs)
     beside = max(programs // PLACES, 1)
-    read = torch.where(shares[:, 1] == torch.arange(batch, device=device), shared, 0).sum(dtype=torch.float64)
-    each = torch.maximum((read / beside).clamp_min(LEAST_SPLIT), shared.amax().double() / MOST_SPLITS)
+    leads = shares[:, 1] == torch.arange(batch, device=device)
+    wave = torch.where(leads, shared, 0).sum(dtype=torch.float64) / beside
+    each = torch.maximum(wave.clamp_min(LEAST_SPLIT), shared.amax().double() / MOST_SPLITS)
     each = (each / SPLIT_GRAIN).ceil().int() * SPLIT_GRAIN
     pieces = (shared + (each - 1)) // each
-    firsts = own.firsts + torch.nn.functional.pad(pieces.cumsum(0, dtype=torch.int32), (1, 0))
-    number = torch.arange(len(own.items) + min(TOGETHER * beside + 2 * batch, MOST_SPLITS * batch), dtype=torch.int32, device=device)
-    row = torch.searchsorted(firsts[1:], number, right=True, out_int32=True).clamp_max(batch - 1)
-    place, left = own.firsts[row] + number - firsts[row], (firsts[row + 1] - number).clamp_min(0)
-    is_own = place < own.firsts[row + 1]
-    _, begin, end = own.items[place.clamp_max(len(own.items) - 1)].unbind(1)
-    after = torch.where(begin >= 0, shared[row], 0)
-    begin_shared = (pieces[row] - left) * each  # the end of them, of items that are left over
-    begin = torch.where(is_own, begin + after, begin_shared)
-    end = torch.where(is_own, end + after, torch.minimum(begin_shared + each, shared[row]))
-    return Splits(torch.cat([torch.stack([row, begin, end, left * ~is_own], dim=1), shares[row, 1:]], dim=1), firsts)
+    ends = torch.stack([pieces, pieces * leads]).cumsum(1, dtype=torch.int32)
+    before = torch.nn.functional.pad(ends, (1, 0))
+    row, begin, end = own.items.unbind(1)
+    after, number = torch.where(begin >= 0, shared[row], 0), torch.arange(len(row), dtype=torch.int32, device=device)
+    items = torch.stack([row, begin + after, end + after, number + before[0, row]], dim=1)
+    number = torch.arange(beside + batch // 2, dtype=torch.int32, device=device)
+    row = torch.searchsorted(ends[1], number, right=True, out_int32=True).clamp_max(batch - 1)
+    at = number - before[1, row]
+    begin = at * each
+    end = torch.where(number < ends[1, -1], torch.minimum(begin + each, shared[row]), begin)
+    read = torch.cat([torch.stack([row, begin, end, pieces[row] - at], dim=1), shares[row, 1:]], dim=1)
+    return Splits(items, own.firsts + before[0], read)
 
 
 BLOCK = 32
@@ -411,7 +419,7 @@ class PagedInputs:
             *pages.tensors,
             *(() if index is None else (index.table, *(x for side in index.slabs[0] for x in side.values()))),
         ]
-        splits = (None, None) if self.splits is None else (self.splits.items, self.splits.firsts)
+        splits = (None,) * 3 if self.splits is None else (self.splits.items, self.splits.firsts, self.splits.shared)
         lengths = None if pages.lengths is None or (self.rows is not None and not pages.per_head) else pages.lengths
         pool += () if cache is None else cache.tensors
         return pool, [self.rows, lengths, *splits, self.control], [*self.sinks, *self.ring], sizes
@@ -428,7 +436,7 @@ class PagedInputs:
             for kind in ("each", "once")
             for codec, x in zip((key, value), exact[2:], strict=True)
         ]
-        rows, lengths, items, firsts, control = counts
+        rows, lengths, items, firsts, read_once, control = counts
         lengths = rows[:, LENGTH] if lengths is None and rows is not None else lengths
         slabs, by_page, grows = [(sides[0], sides[1])], bool(sizes[4]), bool(sizes[5])
         once, (first, size) = (sides[2], sides[3]), sizes[2:4]
@@ -442,7 +450,7 @@ class PagedInputs:
         if sizes[12]:
             keys, values = ({name: next(left) for name in side} for side in slabs[0])
             cache = BlockCache.of(pages, (keys, values), next(left), next(left))
-        splits = None if items is None or firsts is None else Splits(items, firsts)
+        splits = None if items is None or firsts is None else Splits(items, firsts, read_once)
         tokens = None if sizes[7] < 0 else sizes[7]
         budget = None if sizes[8] < 0 else AttentionBudget(sizes[8], sizes[9], bool(sizes[10]))
         zones = (exact[0], exact[1]), (exact[2], exact[3])

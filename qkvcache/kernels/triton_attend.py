@@ -577,7 +577,7 @@ def attend_kernel(
                    heads share)
     rows           int32 [B, 8], `pages.COLUMNS`: rows_b; read if COUNTED
     lengths        int32 [B] or [B, H], tokens in the pages: lengths_b, lengths_h (0: all heads share); read if COUNTED
-    items          int32 [N, ITEMS], `pages.Splits.items`; read if ITEMS. Items of shared tokens are read with PANEL, and others without
+    items          int32 [N, ITEMS], `pages.Splits.items`, or with PANEL `pages.Splits.shared`; read if ITEMS
     firsts         int32 [B + 1], `pages.Splits.firsts`; read if ITEMS with PANEL
     blocks         int32 [B * H, room], `pages.Selection.blocks`, in which case `table` has `Selection.entries`; read if BLOCK, their tokens
     read           int32 [B * H], `Selection.lengths`; read if BLOCK
@@ -626,19 +626,15 @@ def attend_kernel(
     head = h * G + row // queries
     number = row % queries
     of = b
-    if ITEMS > 3:  # whether this launch reads the item, and for which rows
-        left = tl.load(items + 3)
-        if PANEL > 0:
-            lead = tl.load(items + 4)
+    place_of_split = split
+    if ITEMS > 3:
+        place_of_split = tl.load(items + 3)
+        if PANEL > 0:  # queries of the rows that share the tokens
             mate = tl.minimum(r // G, ITEMS - 5)
             of = tl.load(items + 4 + mate).to(tl.int64)
             head = h * G + r % G
             number = r * 0
-            high = tl.where((left > 0) & (lead == b), high, low)
-            live = (low < high) & (r < (ITEMS - 4) * G) & ((mate == 0) | (of != lead))
-        else:
-            high = tl.where(left > 0, low, high)
-            live = live & (left == 0)
+            live = (low < high) & (r < (ITEMS - 4) * G) & ((mate == 0) | (of != b))
     first_token, row_sinks, in_ring, length = 0, n_sinks, n_residual, n_quantized
     if COUNTED:
         rows += b * rows_b
@@ -668,9 +664,9 @@ def attend_kernel(
         low = tl.multiple_of(origin + (split - EXACT) * each, T)
         high = tl.minimum(low + each, length)
     panel = (bh * tl.num_programs(1) + block).to(tl.int64)
-    entry, rows_out = rows_of_part(bh, block, split, row, heads, queries, before, splits, branches, R, G, PANEL)
+    entry, rows_out = rows_of_part(bh, block, place_of_split, row, heads, queries, before, splits, branches, R, G, PANEL)
     if ITEMS > 3 and PANEL > 0:
-        rows_out = (h * splits + tl.load(firsts + 1 + of, mask=live, other=0) - left).to(tl.int64) * PANEL + r % G
+        rows_out = (h * splits + tl.load(firsts + 1 + of, mask=live, other=0) - place_of_split).to(tl.int64) * PANEL + r % G
     out = part + entry * DV
     m = tl.full([R], MASKED_SCORE, tl.float32)
     l = tl.zeros([R], tl.float32)

@@ -199,16 +199,16 @@ def test_splits_of_shared_tokens(programs):
             ).int()
         lengths = (shares[:, 0] + torch.randint(200, (batch,))).int()
         splits = Splits.of(lengths, int(lengths.max()), programs, shares)
-        items, firsts = splits.items.tolist(), splits.firsts.tolist()
-        assert firsts[-1] <= len(items) and all(begin >= end for _, begin, end, *_ in items[firsts[-1] :])
-        pieces = [[item[1:4] for item in items[firsts[b] : firsts[b + 1]] if item[3]] for b in range(batch)]
+        read, firsts = splits.shared.tolist(), splits.firsts.tolist()
         for b, length in enumerate(lengths.tolist()):
-            mine = items[firsts[b] : firsts[b + 1]]
-            assert all(item[0] == b and item[4:] == shares[b, 1:].tolist() for item in mine) and mine[0][1] < 0
-            assert [left for *_, left in pieces[b]] == list(range(len(pieces[b]), 0, -1)) and len(pieces[b]) <= reference.MOST_SPLITS
-            spans = sorted(item[1:3] for item in mine[1:])
+            own = [item[1:] for item in splits.items.tolist() if item[0] == b and (item[1] < 0 or item[1] < item[2])]
+            pieces = [piece for piece in read if b in piece[4:] and piece[1] < piece[2]]
+            assert all(piece[0] == piece[4] and piece[4:] == shares[b, 1:].tolist() for piece in pieces) and own[0][0] < 0
+            spans = sorted([*(item[:2] for item in own[1:]), *(piece[1:3] for piece in pieces)])
             assert [0, *(end for _, end in spans)] == [*(begin for begin, _ in spans), length]
-            assert pieces[b] == pieces[shares[b, 1]] or not shares[b, 0]
+            mine = [*(number for *_, number in own), *(firsts[b + 1] - piece[3] for piece in pieces)]
+            assert mine == list(range(firsts[b], firsts[b + 1])) and len(pieces) <= reference.MOST_SPLITS
+        assert firsts[-1] <= splits.count
 
 
 @KERNELS
