@@ -89,7 +89,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "float": {"MASK": "float", "SOFTCAP": True, "CAUSAL": True},
     "mass": {"ATTENTION_SUMS": 4},
     "store": {"MASK": "row", "COUNTED": True},
-    "items": {"ITEMS": True, "COUNTED": True, "BASE": 0},
+    "items": {"ITEMS": 3, "COUNTED": True, "BASE": 0},
+    "shared items": {"ITEMS": 8, "COUNTED": True, "BASE": 0, "PANEL": 8, "EXACT": False},
     "blocks": {"BLOCK": BLOCK, "T": BLOCK, "COUNTED": True},
     "branches": {"PANEL": 8, "EXACT": False},
     "rest": {"COUNTED": True, "EXACT": False, "KIND": SCORED.value},
@@ -126,7 +127,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
     key, value = (codec.packed_layout for codec in codecs)
     assert key and value, format
     nvidia = TARGETS[target].backend == "cuda"
-    launch = OF_SHARED if variant == "branches" else launched(key, value, head_dim, rows, nvidia)
+    launch = OF_SHARED if "PANEL" in VARIANTS[variant] else launched(key, value, head_dim, rows, nvidia)
     scales = {"none": dtype, "fp32": "fp32", "fp16": "fp16", "pair": "fp16", "hidden": "fp32", "group": "fp16", "block": "u8"}
     types: dict[str, str | Types] = {"query": f"*{dtype}", "region_query": f"*{dtype}", "exact": (f"*{dtype}",) * 4}
     if key.rotated and key.group and head_dim & (head_dim - 1):
@@ -134,11 +135,11 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
     types |= {
         "rotation": "*fp16",
         "signs": "*fp32",
-        "table": "*i32" if variant == "items" else "*i64",
+        "table": "*i32" if "ITEMS" in VARIANTS[variant] else "*i64",
         "mask": "*fp32" if variant == "float" else "*u8",
     }
     types |= dict.fromkeys(("part", "maxima", "sums", "tops", "scores"), "*fp32") | {"weights": "*bf16"}
-    types |= dict.fromkeys(("scaling", "softcap"), "fp32") | dict.fromkeys(("rows", "lengths", "items", "blocks", "read"), "*i32")
+    types |= dict.fromkeys(("scaling", "softcap"), "fp32") | dict.fromkeys(("rows", "lengths", "items", "firsts", "blocks", "read"), "*i32")
     types |= {"exact_strides": ("i32",) * 12} | {"mean_strides": ("i32",) * 2}
     for side, how in (("k", key), ("v", value)):
         codes = f"*{dtype}" if how.kind == "half" else "*i16"
@@ -459,7 +460,7 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield attention(format, 128, target)
             if not (everything or format in ("int8", "turboquant_4bit_nc", QUICK[-1])):
                 continue
-            yield from (attention(format, 128, target, variant) for variant in ("items", "blocks", "branches"))
+            yield from (attention(format, 128, target, variant) for variant in ("items", "shared items", "blocks", "branches"))
             yield scoring(format, 128, target)
             if (halves := FORMATS[format].in_halves()) is not None:
                 yield attention(halves.name, 128, target)
