@@ -44,8 +44,8 @@ class Batch:
     ring: Ints
     since: Ints
     """The rows of the rings, and the first token from which each ring has all, as far as it has slots."""
-    together: int = 1
-    """The most rows whose shared tokens are read together; 1: none."""
+    together: bool = False
+    """Whether tokens that rows share are read once for several rows."""
     shares: numpy.ndarray | None = None
     """The shares of the rows of `table`, as of `shares_of`."""
 
@@ -118,7 +118,7 @@ class Batch:
     def table(self) -> numpy.ndarray:
         """The rows of the block table, int32 `[B, HEADER + P]`, for requests with one new token each."""
         columns, blocks = self.after()
-        self.shares = shares_of(blocks, columns[:, LENGTH], self.layout, self.together)
+        self.shares = shares_of(blocks, columns[:, LENGTH], self.layout) if self.together else None
         table = numpy.zeros((len(columns), HEADER + blocks.shape[1]), numpy.int32)
         table[:, : len(COLUMNS)] = columns
         table[:, PAGE_SLOT : SINK_SLOT + 1] = numpy.maximum(self.writes(), 0).T
@@ -268,7 +268,7 @@ def step_of_batch(batch: Batch, scratch_tokens: int, tokens: int, device: torch.
     *writes, indices = send([*slots, places], torch.int64, device)
     numbers = (part for group in chunks for part in group.numbers(batch))
     after = decoded.after()
-    found = shares_of(after[1], after[0][:, LENGTH], batch.layout, batch.together)
+    found = shares_of(after[1], after[0][:, LENGTH], batch.layout) if batch.together else None
     sent = iter(send([*(x.ravel() for x in after), () if found is None else found.ravel(), *numbers], torch.int32, device))
     columns, table, shares = next(sent).view(-1, len(COLUMNS)), next(sent), next(sent)
     for group in chunks:

@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..kernels import AttentionBudget, PagedInputs, Pages, Pair, prepare, quantize_into, rows_together, store_rows
+from ..kernels import AttentionBudget, PagedInputs, Pages, Pair, prepare, quantize_into, reads_together, store_rows
 from ..kernels.attend_chunked import CHUNK_BYTES
 from ..kernels.pages import LENGTH, WHOLE
 from ..kernels.select_blocks import pays
@@ -55,7 +55,7 @@ class PageStore:
         layout = groups[0].layout
         like = torch.empty(1, layout.heads, 1, layout.head_dim, dtype=layout.dtype, device=rings.tensor.device)
         prepare(layout.codecs, (layout.head_dim,) * 2, layout.dtype, like.device)
-        self._together = rows_together(query_groups, layout.head_dim, like.device)
+        self._together = reads_together(query_groups, layout.head_dim, like.device)
         self.scratch_tokens = CHUNK_BYTES // (2 * like[0].nbytes)
         self._ring_index = {layer: i for i, layer in enumerate(self.group_of)}
         self.launches: dict[int, dict[str, Any]] = {layer: {} for layer in self.group_of}
@@ -116,7 +116,7 @@ class PageStore:
         for group, lists in zip(self.groups, blocks, strict=True):
             group.tables.forget(rows[since == before])  # they may have belonged to other requests
             table = group.tables.read(rows, lists)
-            together = 1 if self.reads_few else self._together
+            together = self._together and not self.reads_few
             group.batch = Batch(group.layout, self.rings, table, before, after, rows, since, together)
 
     def step_of(self, layer: int, block_table: Tensor | None, tokens: int) -> BatchStep:

@@ -287,11 +287,9 @@ def split_rows(lengths: Tensor, max_length: int, heads: int, shares: Tensor | No
     return Splits.of(lengths, max_length, max(_module("fused").programs_of(lengths.device) // heads, 1), shares)
 
 
-def rows_together(groups: int, head_dim: int, device: torch.device) -> int:
-    """The most rows of a batch whose shared tokens kernels read together, with `groups` query heads of a KV head; 1: none."""
-    if not on_triton(device):
-        return 1
-    return _module("fused").rows_together(groups, head_dim)
+def reads_together(groups: int, head_dim: int, device: torch.device) -> bool:
+    """Whether kernels read what rows of a batch share once for `TOGETHER` of them, with `groups` query heads of a KV head."""
+    return on_triton(device) and head_dim <= 128 and groups * paged.TOGETHER <= _module("fused").OF_SHARED.rows
 
 
 def _serve(module: str, codecs: tuple[Codec, Codec], x: Pair) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..formats.base import PackedLayout
 from .launch import Held, Launcher
-from .pages import BLOCK, LEAST_SPARED, LEAST_SPLIT, MOST_SPLITS, TOGETHER, PagedInputs, PageOptions, Splits
+from .pages import BLOCK, LEAST_SPLIT, MOST_SPLITS, PagedInputs, PageOptions, Splits
 from .segments import layout_of, planes_of
 from .tables import Tables, tables
 from .triton_attend import NO_REST, REST, TAKEN, attend_kernel
@@ -97,13 +97,8 @@ def _fits_tiles(layout: PackedLayout, head_dim: int) -> bool:
 OF_SHARED = Launch(64, 3, None, 4, 2, 16)
 """The launch over tokens that rows share, for up to 32 query rows, the best measured on an H100 (`eval/bench_branches.py --tune`). More
 rows of a program take more registers than they spare loads."""
-
-
-def rows_together(groups: int, head_dim: int) -> int:
-    """`dispatch.rows_together`: one program has their query rows, and a block of the launch over the tokens of each row those of one."""
-    return max(min(OF_SHARED.rows // groups, TOGETHER), 1) if head_dim <= 128 and groups <= Launch.rows else 1
-
-
+LEAST_SPARED = 5 * 2**16
+"""Tokens times KV heads that are not read again, from which on that launch pays: beside it, there is one over the tokens of each row."""
 EXACT_TILE = 32
 """Exact tokens of a tile. One program reads all of them, and with few other tokens all others wait for it."""
 SUM_TOKENS = 1024

@@ -200,11 +200,8 @@ SPLIT_GRAIN, WAVES = 64, 4
 one after another on each place of the GPU when there are many tokens, so that few places wait for the last one."""
 
 
-TOGETHER, PLACES = 4, 3
-"""The most rows of a batch whose shared tokens one program reads, and programs of other tokens whose place it takes."""
-LEAST_SPARED = 5 * 2**16
-"""Tokens times KV heads that are not read again, from which on a launch over shared tokens pays: beside it, there is one over the tokens of
-each row."""
+TOGETHER = 4
+"""The most rows of a batch whose shared tokens one program reads. It takes the place of as many programs that read for one row."""
 
 
 @dataclass(eq=False)
@@ -255,7 +252,7 @@ def _of_shared(lengths: Tensor, max_length: int, programs: int, shares: Tensor) 
     """`Splits.of` rows that share tokens."""
     batch, shared, device = len(lengths), shares[:, 0], lengths.device
     own = Splits.of(lengths - shared, max_length, programs)
-    beside = max(programs // PLACES, 1)
+    beside = max(programs // TOGETHER, 1)
     leads = shares[:, 1] == torch.arange(batch, device=device)
     wave = torch.where(leads, shared, 0).sum(dtype=torch.float64) / beside
     each = torch.maximum(wave.clamp_min(LEAST_SPLIT), shared.amax().double() / MOST_SPLITS)

@@ -18,11 +18,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 PAGES = layout.BlockLayout(Int8(), 2, 64, 64, 2, torch.float32)
 
 
-def shared(lists: list[list[int]], lengths: list[int], together: int = 4) -> list[list[int]]:
+def shared(lists: list[list[int]], lengths: list[int]) -> list[list[int]]:
     blocks = numpy.zeros((len(lists), max(map(len, lists))), numpy.int32)
     for row, found in enumerate(lists):
         blocks[row, : len(found)] = found
-    found = shares.shares_of(blocks, numpy.array(lengths), PAGES, together)
+    found = shares.shares_of(blocks, numpy.array(lengths), PAGES)
     return [] if found is None else [[pages // 64, *rows] for pages, *rows in found.tolist()]
 
 
@@ -30,18 +30,20 @@ def test_rows_are_grouped_where_they_share_most(monkeypatch):
     monkeypatch.setattr(shares, "LEAST_SPARED", 1)
     alone = [0] * 5
     # The last page of a row is not complete, or its tokens are in the ring.
-    assert shared([[1, 2, 9], [5, 6], [1, 2, 9]], [200, 90, 130]) == [[2, 0, 2, 0, 0], alone, [2, 0, 2, 0, 0]]
-    # All share the first page; two of them share more than all of them spare.
-    lists = [[1, 2, 3, 4, 5, 6], [1, 7], [1, 2, 3, 4, 5, 8]]
-    assert shared(lists, [380, 100, 380]) == [[5, 0, 2, 0, 0], alone, [5, 0, 2, 0, 0]]
-    # More rows than are read together, none of them alone.
-    found = shared([[3, 4, 10 + n] for n in range(5)], [150] * 5)
-    assert found == [[2, 0, 1, 2, 0]] * 3 + [[2, 3, 4, 3, 3]] * 2
-    assert shared([[3, 4, 10 + n] for n in range(3)], [150] * 3, together=2) == [[2, 0, 1, 0, 0]] * 2 + [alone]
+    lists = [[1, 2, 9], [5, 6], [1, 2, 9], [1, 2, 9]]
+    assert shared(lists, [200, 90, 130, 200]) == [[2, 0, 2, 3, 0], alone, [2, 0, 2, 3, 0], [2, 0, 2, 3, 0]]
+    # Two rows spare nothing.
+    assert shared(lists[:3], [200] * 3) == []
+    # All share the first page; three of them share more than all of them spare.
+    lists = [[1, 2, 3, 4, 5, 6], [1, 7], [1, 2, 3, 4, 5, 8], [1, 2, 3, 4, 5, 9]]
+    assert shared(lists, [380, 100, 380, 380]) == [[5, 0, 2, 3, 0], alone, [5, 0, 2, 3, 0], [5, 0, 2, 3, 0]]
+    # More rows than are read together, as many in each part.
+    found = shared([[3, 4, 10 + n] for n in range(7)], [150] * 7)
+    assert found == [[2, 0, 1, 2, 3]] * 4 + [[2, 4, 5, 6, 4]] * 3
     # Padding is no page.
-    assert shared([[1], [1], [2, 0], [3, 0]], [60, 40, 100, 64]) == []
+    assert shared([[1], [1], [1], [2, 0], [3, 0], [4, 0]], [60, 40, 60, 100, 64, 64]) == []
     monkeypatch.setattr(shares, "LEAST_SPARED", 2 * 64 + 1)
-    assert shared([[1, 2], [1, 3]], [100, 100]) == []
+    assert shared([[1, 2], [1, 3], [1, 4]], [100] * 3) == []
 
 
 def test_answers_of_prompts_that_begin_alike(monkeypatch):
