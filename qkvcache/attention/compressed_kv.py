@@ -194,8 +194,10 @@ class CompressedKV:
     def whole(self) -> Tensor:
         """The dequantized tensor `[B, H, columns, D]`."""
         inputs = self.attention_inputs
-        if torch.compiler.is_compiling() and inputs.paged is not None:  # avoids torch's reference
-            x = unfold(inputs.paged, inputs.key.shape[2])[self.side is inputs.value]
+        if torch.compiler.is_compiling() and inputs.compiled:  # avoids torch's reference
+            sides = inputs.key, inputs.value
+            none = [torch.empty(*x.shape[:2], 0, x.shape[3], dtype=x.dtype, device=x.device) for x in sides]
+            x = unfold(inputs.paged, inputs.key.shape[2], (none[0], none[1]))[self.side is inputs.value]
         else:
             x = dense(self.side)
         empty: int = self.columns - x.shape[2]  # type: ignore[operator]

@@ -151,7 +151,7 @@ def route(
         return out.unflatten(2, (-1, key.repeats)).transpose(2, 3).flatten(2, 3), weights
     if not of_one_update(key, value):
         return stock(module, query, *as_the_model_has_them(key, value), given, *args, **kwargs)
-    if torch.compiler.is_compiling() and key.observer is None and not key.attention_inputs.counted:  # an uncompiled layer
+    if torch.compiler.is_compiling() and key.observer is None and not key.attention_inputs.compiled:  # an uncompiled layer
         return _route_uncompiled(stock, implementation, module, query, key, value, given, *args, **kwargs)
     if query.shape[2] > 1:
         notice_again(implementation, query, key, given, kwargs)

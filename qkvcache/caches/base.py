@@ -215,9 +215,10 @@ class CompressedCache(DynamicCache):
             )
         self._last_layer = layer_idx
         result = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        format = getattr(self.layers[layer_idx], "format", None)
-        if format is not None and not getattr(format, "center", True):
-            self._biased_keys.examine(key_states, layer_idx, format.name)
+        if not torch.compiler.is_compiling():  # which would look at the format of each layer at each step
+            format: Any = getattr(self.layers[layer_idx], "format", None)
+            if not getattr(format, "center", True):
+                self._biased_keys.examine(key_states, layer_idx, format.name)
         return result
 
     def compress(

@@ -25,6 +25,7 @@ from .dispatch import (
     quadratic_form,
     quantize_into,
     quantizes,
+    read,
     reads_together,
     rotate,
     split_rows,
@@ -35,6 +36,7 @@ from .dispatch import (
     unfold,
 )
 from .evict import StaticTensors, gather_columns
+from .handles import give_handle
 from .matmul import matmul_fp32
 from .pages import AttentionBudget, BlockCache, PagedInputs, Pages, Splits, gather_tiles
 from .prefill import prefill_with_lse
@@ -45,6 +47,7 @@ from .segments import (
     Packed,
     Pair,
     Segment,
+    differ,
     pv,
     qk,
 )

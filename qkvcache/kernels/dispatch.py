@@ -31,6 +31,7 @@ from . import select_blocks as selecting
 from . import sum_attention as reference
 from .attend import Options, attend_observed
 from .evict import StaticTensors
+from .handles import ORDER
 from .pages import PagedInputs, PageOptions, Pages, Splits
 from .segments import AttentionInputs, Exact, KeysOrValues, Packed, Pair, layout_of
 from .select_blocks import selects
@@ -130,7 +131,7 @@ _STEPS: set[tuple] = set()
 
 
 def _kind_of_step(inputs: PagedInputs) -> tuple:
-    return *inputs.pages.numbers[:2], *((x.shape[1], x.shape[3], x.dtype, x.device) for x in inputs.ring)
+    return *inputs.pages.codecs, *((x.shape[1], x.shape[3], x.dtype, x.device) for x in inputs.ring)
 
 
 def compiles_step(inputs: PagedInputs) -> bool:
@@ -188,15 +189,18 @@ def observe_on_codes(
 
     Raises ValueError for `observed` where the device counts tokens, since accumulated attention is by slot there."""
     inputs = attention_inputs.paged
+    if torch.compiler.is_compiling() and attention_inputs.compiled:
+        given = [(options | {"observed": observed}).get(name) for name in paged.OPTIONS]
+        shape = list(attention_inputs.value.shape[1:])
+        out, _, attention_sums = torch.ops.qkvcache.attend(query, inputs.handle, ORDER[query.device], shape, mask, *given)
+        return out, attention_sums
     if observed is not None and attention_inputs.counted:
         raise ValueError("`observed` cannot be combined with storage that counts on the device")
     by_slot = attention_inputs.by_head and (mask is not None or observed is not None)  # while these are by column
     if inputs is not None and not by_slot:
-        compiling = torch.compiler.is_compiling()
-        kernel = not compiling and fuses(query, inputs)
-        if kernel or compiling or attention_inputs.by_head:
-            attend = functools.partial(_attend_pages, kernel) if kernel else attend_pages
-            out, _, attention_sums = attend(query, inputs, mask, observed=observed, **options)
+        kernel = fuses(query, inputs)
+        if kernel or attention_inputs.by_head:
+            out, _, attention_sums = _attend_pages(kernel, query, inputs, mask, observed=observed, **options)
             return out, attention_sums
         if observed is None and selects(query, inputs):
             keys = [x for x in attention_inputs.key.segments if isinstance(x, Packed)]
@@ -209,9 +213,6 @@ def attend_pages(
     query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, **options: Unpack[PageOptions]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`pages.attend_pages`, by the fused kernel where there is one."""
-    if torch.compiler.is_compiling():
-        given = [options.get(name) for name in paged.OPTIONS]
-        return torch.ops.qkvcache.attend(query, *inputs.arguments, inputs.max_length, mask, *given)
     return _attend_pages(fuses(query, inputs), query, inputs, mask, **options)
 
 
@@ -263,7 +264,10 @@ def attend_latents(
 ) -> Tensor:
     """`attend_latents.attend_latents`, by the fused kernel where there is one, which reads at most `chosen` tokens for each query."""
     inputs = attention_inputs.paged
-    if inputs is not None and (torch.compiler.is_compiling() or _fuses_latents(query, inputs, mask, causal, chosen)):
+    if torch.compiler.is_compiling() and attention_inputs.compiled:
+        rank = attention_inputs.key.shape[3]
+        return torch.ops.qkvcache.attend_latents(query, inputs.handle, ORDER[query.device], rank, mask, scaling, causal, chosen)
+    if inputs is not None and _fuses_latents(query, inputs, mask, causal, chosen):
         return attend_latent_pages(query, inputs, mask, scaling=scaling, causal=causal, chosen=chosen)
     return latents.attend_latents(query, attention_inputs, mask, scaling=scaling, causal=causal)
 
@@ -272,8 +276,6 @@ def attend_latent_pages(
     query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, *, scaling: float, causal: bool = False, chosen: int | None = None
 ) -> Tensor:
     """`attend_latents.attend_latent_pages`, by the fused kernel where there is one."""
-    if torch.compiler.is_compiling():
-        return torch.ops.qkvcache.attend_latents(query, *inputs.arguments, inputs.max_length, mask, scaling, causal, chosen)
     if _fuses_latents(query, inputs, mask, causal, chosen):
         return _module("triton_attend_latents").attend_latent_pages(query, inputs, mask, scaling=scaling, causal=causal, chosen=chosen)
     return latents.attend_latent_pages(query, inputs, mask, scaling=scaling, causal=causal)
@@ -330,8 +332,7 @@ def step(inputs: PagedInputs, x: Pair) -> None:
     """Stores keys and values `[B, H, T, D]`, counting on the device: `pages.step`, in one launch where there is a kernel. More tokens than
     the ring has slots are stored in several steps."""
     if torch.compiler.is_compiling():
-        pool, (rows, *_, control), exact, sizes = inputs.arguments
-        torch.ops.qkvcache.step(pool, rows, control, exact, sizes, *x)
+        torch.ops.qkvcache.step(inputs.handle, ORDER[x[0].device], *x)
         return
     for part in zip(*(side.split(inputs.ring[0].shape[2], dim=2) for side in x), strict=True):
         if launch := launch_of_step(inputs, part):
@@ -357,17 +358,22 @@ def launch_of_step(inputs: PagedInputs, x: Pair) -> Callable[[Pair], None] | Non
     return stored
 
 
-def unfold(inputs: PagedInputs, columns: int, new: Pair | None = None) -> Pair:
+def unfold(inputs: PagedInputs, columns: int, new: Pair) -> Pair:
     """`pages.unfold`: keys and values at their columns, `[B, H, columns, D]` each, followed by `new` `[B, H, T, D]`; zeros beyond."""
     if torch.compiler.is_compiling():
-        return torch.ops.qkvcache.unfold(*inputs.arguments, inputs.max_length, columns, *(new or (None, None)))
+        return torch.ops.qkvcache.unfold(inputs.handle, ORDER[new[0].device], columns, *new)
     return paged.unfold(inputs, columns, new)
+
+
+def read(x: Tensor) -> Tensor:
+    """A tensor that operators write behind a handle, as it is now."""
+    return torch.ops.qkvcache.read(x, ORDER[x.device]) if torch.compiler.is_compiling() else x
 
 
 def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], is_valid: Tensor | None) -> None:
     """`evict.append_token`, in one launch where there are kernels."""
     if torch.compiler.is_compiling():
-        torch.ops.qkvcache.append_token(*static.arguments, *x, list(new), is_valid)
+        torch.ops.qkvcache.append_token(static.inputs.handle, ORDER[x[0].device], *static.arguments, *x, list(new), is_valid)
         return
     kernels = _module("triton_evict") if on_triton(static.row_lengths.device) else evicting
     kernels.append_token(static, x, new, is_valid)
@@ -376,7 +382,7 @@ def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], i
 def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
     """`evict.evict_token`, in one launch where there is a kernel for the codecs."""
     if torch.compiler.is_compiling():
-        return torch.ops.qkvcache.evict_token(*static.arguments, order)
+        return torch.ops.qkvcache.evict_token(static.inputs.handle, ORDER[order.device], *static.arguments, order)
     pages = static.inputs.pages
     shared = any(
         b.heads == "shared" and b.tokens == "each"

@@ -45,20 +45,17 @@ class StaticTensors:
 
     @property
     def arguments(self) -> tuple:
-        """Arguments of torch operators; `of` is the inverse, but for the names of the records after the positions."""
-        pool, _, exact, sizes = self.inputs.arguments
-        return pool, exact, sizes, list(self.records.values()), self.column_mask, self.row_lengths, self.columns
+        """Arguments of torch operators, after the inputs; `of` is the inverse, but for the names of the records after the positions."""
+        return list(self.records.values()), self.column_mask, self.row_lengths, self.columns
 
     def tensors(self) -> list[Tensor]:
         """Those of fixed address, except pages and their table."""
         return [*self.inputs.sinks, *self.ring, *self.records.values(), self.column_mask, self.row_lengths, self.columns]
 
     @classmethod
-    def of(
-        cls, pool: Sequence[Tensor], exact: Sequence[Tensor], sizes: Sequence[int], records: Sequence[Tensor], *counts: Tensor
-    ) -> StaticTensors:
+    def of(cls, inputs: PagedInputs, records: Sequence[Tensor], *counts: Tensor) -> StaticTensors:
         named = {str(i) if i else "positions": record for i, record in enumerate(records)}
-        return cls(PagedInputs.of(pool, [None] * 5, exact, sizes, 0), named, *counts)
+        return cls(inputs, named, *counts)
 
 
 def gather_columns(x: Tensor, index: Tensor) -> Tensor:

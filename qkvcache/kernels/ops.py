@@ -1,7 +1,7 @@
 """Kernels as operators of torch, so that `torch.compile(fullgraph=True)` sees one operation for each.
 
-Operators accept tensors and numbers only: a codec is passed as its index (`segments.number`), and attention inputs or storage as their
-`arguments`. Those that return nothing need no fake implementation.
+Operators accept tensors and numbers only: a handle stands for attention inputs (`handles.py`). Those that return nothing need no fake
+implementation.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 
 from . import dispatch, pages
 from .evict import StaticTensors
-from .pages import PagedInputs
+from .handles import inputs_of
+from .segments import differ
 
-INPUTS = "Tensor[] pool, Tensor?[] counts, Tensor[] exact, SymInt[] sizes, SymInt max_length"
-"""`PagedInputs.arguments`"""
+HANDLE = "Tensor handle, Tensor order"
 OPTIONS = "Tensor? sinks, Tensor? observed, float? scaling, float? softcap, bool? causal"
 """`pages.OPTIONS`"""
-STATIC = "Tensor[] pool, Tensor[] exact, SymInt[] sizes, Tensor[] records, Tensor column_mask, Tensor row_lengths, Tensor columns"
+STATIC = f"{HANDLE}, Tensor[] records, Tensor column_mask, Tensor row_lengths, Tensor columns"
 """`StaticTensors.arguments`"""
 
 
@@ -36,69 +36,80 @@ def _given(options: Sequence[Any]) -> dict[str, Any]:
     return {name: x for name, x in zip(pages.OPTIONS, options, strict=True) if x is not None}
 
 
-@_operator("attend", f"Tensor query, {INPUTS}, Tensor? mask, {OPTIONS}", "(Tensor, Tensor, Tensor)")
-def _attend(query, pool, counts, exact, sizes, max_length, mask, *options):
-    inputs = PagedInputs.of(pool, counts, exact, sizes, max_length)
-    out, lse, sums = dispatch.attend_pages(query, inputs, mask, **_given(options))
+@_operator("attend", f"Tensor query, {HANDLE}, SymInt[] shape, Tensor? mask, {OPTIONS}", "(Tensor, Tensor, Tensor)")
+def _attend(query, handle, order, shape, mask, *options):
+    """`shape`: heads, slots and channels of values."""
+    out, lse, sums = dispatch.attend_pages(query, inputs_of(handle), mask, **_given(options))
     return out.contiguous(), lse, sums  # kernels write `[B, Q, Hq, D]`
 
 
 @_attend.register_fake
-def _(query, pool, counts, exact, sizes, max_length, mask, sinks, observed, *options):
-    _, heads, ring_slots, dim = exact[3].shape
-    slots = 0 if observed is None else exact[0].shape[2] + max_length + ring_slots
-    lse, attention_sums = (query.new_empty(shape, dtype=torch.float32) for shape in (query.shape[:3], (query.shape[0], heads, slots)))
+def _(query, handle, order, shape, mask, sinks, observed, *options):
+    heads, slots, dim = shape
+    sums = query.shape[0], heads, 0 if observed is None else slots
+    lse, attention_sums = (query.new_empty(x, dtype=torch.float32) for x in (query.shape[:3], sums))
     return query.new_empty(*query.shape[:3], dim), lse, attention_sums
 
 
-@_operator("attend_latents", f"Tensor query, {INPUTS}, Tensor? mask, float scaling, bool causal, int? chosen", "Tensor")
-def _attend_latents(query, pool, counts, exact, sizes, max_length, mask, scaling, causal, chosen):
-    inputs = PagedInputs.of(pool, counts, exact, sizes, max_length)
+@_operator("attend_latents", f"Tensor query, {HANDLE}, SymInt dim, Tensor? mask, float scaling, bool causal, int? chosen", "Tensor")
+def _attend_latents(query, handle, order, dim, mask, scaling, causal, chosen):
+    inputs = inputs_of(handle)
     return dispatch.attend_latent_pages(query, inputs, mask, scaling=scaling, causal=causal, chosen=chosen).contiguous()
 
 
 @_attend_latents.register_fake
-def _(query, pool, counts, exact, *options):
-    return query.new_empty(*query.shape[:3], exact[2].shape[3])
+def _(query, handle, order, dim, *options):
+    return query.new_empty(*query.shape[:3], dim)
 
 
-# Pages are mutated too. Were they declared, functionalization would copy them, and the table would point to the originals. Only operators
-# with `exact` among their arguments read pages, and those keep their order.
-@_operator(
-    "step",
-    "Tensor[] pool, Tensor rows, Tensor control, Tensor[] exact, SymInt[] sizes, Tensor key, Tensor value",
-    mutates=["rows", "control", "exact"],
-)
-def _step(pool, rows, control, exact, sizes, key, value):
-    dispatch.step(PagedInputs.of(pool, [rows, None, None, None, None, control], exact, sizes, 0), (key, value))
+@_operator("step", f"{HANDLE}, Tensor key, Tensor value", mutates=["order"])
+def _step(handle, order, key, value):
+    inputs = inputs_of(handle)
+    for held, new in zip(inputs.ring, (key, value), strict=True):
+        if differ(held, new):
+            raise ValueError(
+                f"storage is for keys and values like {list(held.shape)} in {held.dtype}, got {list(new.shape)} in {new.dtype}: call "
+                "cache.reset() and cache.early_initialization(...) before"
+            )
+    dispatch.step(inputs, (key, value))
 
 
-@_operator("unfold", f"{INPUTS}, SymInt columns, Tensor? key, Tensor? value", "(Tensor, Tensor)")
-def _unfold(*args):
-    *inputs, columns, key, value = args
-    return dispatch.unfold(PagedInputs.of(*inputs), columns, None if key is None else (key, value))
+@_operator("unfold", f"{HANDLE}, SymInt columns, Tensor key, Tensor value", "(Tensor, Tensor)")
+def _unfold(handle, order, columns, key, value):
+    return dispatch.unfold(inputs_of(handle), columns, (key, value))
 
 
 @_unfold.register_fake
-def _(pool, counts, exact, sizes, max_length, columns, key, value):
-    keys, values = (x.new_empty(*x.shape[:2], columns + 1, x.shape[3])[:, :, :columns] for x in exact[2:4])
+def _(handle, order, columns, *new):
+    keys, values = (x.new_empty(*x.shape[:2], columns + 1, x.shape[3])[:, :, :columns] for x in new)
     return keys, values
+
+
+@_operator("read", "Tensor x, Tensor order", "Tensor")
+def _read(x, order):
+    """A copy of a tensor that operators write behind a handle."""
+    return x.clone()
+
+
+@_read.register_fake
+def _(x, order):
+    return torch.empty_like(x)
 
 
 @_operator(
     "append_token",
     f"{STATIC}, Tensor key, Tensor value, Tensor?[] new, Tensor? is_valid",
-    mutates=["exact", "records", "column_mask", "row_lengths", "columns"],
+    mutates=["order", "records", "column_mask", "row_lengths", "columns"],
 )
-def _append_token(*args):
+def _append_token(handle, order, *args):
     *static, key, value, new, is_valid = args
-    dispatch.append_token(StaticTensors.of(*static), (key, value), new, is_valid)
+    dispatch.append_token(StaticTensors.of(inputs_of(handle), *static), (key, value), new, is_valid)
 
 
-@_operator("evict_token", f"{STATIC}, Tensor order", "Tensor", mutates=["exact", "records", "column_mask"])
-def _evict_token(*args):
-    *static, order = args
-    return dispatch.evict_token(StaticTensors.of(*static), order)
+@_operator("evict_token", f"{STATIC}, Tensor token_order", "Tensor", mutates=["order", "records", "column_mask"])
+def _evict_token(handle, order, *args):
+    *static, token_order = args
+    return dispatch.evict_token(StaticTensors.of(inputs_of(handle), *static), token_order)
 
 
 @_evict_token.register_fake

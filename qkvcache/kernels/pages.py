@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..formats.base import Codec, Codes, affine
 from .attend import MASKED_BELOW, Options, apply_mask, scores
-from .segments import CODECS, AttentionInputs, Exact, KeysOrValues, Packed, Pair, Segment, block_of, layout_of, names, number, pv
+from .handles import give_handle
+from .segments import AttentionInputs, Exact, KeysOrValues, Packed, Pair, Segment, block_of, layout_of, names, pv
 
 COLUMNS = BEGIN, SINK_ROW, RING_ROW, SINKS, RING_START, RING_TOKENS, LENGTH, TOKENS = range(8)
 """Columns of `PagedInputs.rows`."""
@@ -63,18 +64,20 @@ class Pages:
     index: Pages | None = None
     """Copies on the device, where the pages lie in host memory and kernels read them: of what chooses blocks, `index_names`, and with a
     coarse rest of the same of values."""
-    tensors: list[Tensor] = field(init=False)
-    """The planes of the first slab and the statistics, for operators of torch."""
-    numbers: tuple[int, int, int] = field(init=False)
-    """Indices of the codecs (`segments.number`), and the entry of the first page."""
-
-    def __post_init__(self) -> None:  # code that is compiled must not depend on how many slabs there are
-        self.tensors = [x for side in (*self.slabs[0], *self.statistics) for x in side.values()]
-        self.numbers = number(self.key), number(self.value), self.firsts[0]
 
     @property
     def codecs(self) -> tuple[Codec, Codec]:
         return self.key, self.value
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The table, the planes and the statistics."""
+        return [self.table, *(x for slab in (*self.slabs, self.statistics) for side in slab for x in side.values())]
+
+    @property
+    def compiled(self) -> Pages:
+        """These pages as compiled code reads them."""
+        return replace(self, slabs=self.slabs[:1], firsts=self.firsts[:1], partial=True) if self.grows else self
 
     @property
     def coarse(self) -> Pages:
@@ -398,61 +401,27 @@ class PagedInputs:
     them; rows, tables, lengths, sinks and rings may differ."""
     held: dict[str, Any] = field(init=False, default_factory=dict)
     """Arguments that kernels reuse in calls over these inputs, and their twins."""
+    handle: Tensor | None = field(init=False, default=None)
+    """The tensor that stands for these inputs in compiled code (`handles.py`)."""
 
     @property
-    def arguments(self) -> tuple[list[Tensor], list[Tensor | None], list[Tensor], list[int]]:
-        """Arguments of torch operators, with `max_length`: the table, the first slab's planes and statistics, those of `index`, and
-        `cache`; `rows`, `lengths`, what `splits` has, and `control`; sinks and ring; indices of the codecs, the first entry, the page size,
-        whether kernels read the pages, whether slabs are added, `step`, `tokens` (-1: None), the budget (-1: None): tokens, share and
-        whether it is coarse, `step` of the index (0: None), whether there is a cache, `branches` and `shared`."""
-        pages, budget = self.pages, self.budget
-        tokens = -1 if self.tokens is None else self.tokens
-        read = (-1, 0, 0) if budget is None else (budget.tokens, budget.share, int(budget.coarse))
-        sizes = [*pages.numbers, pages.page_size, int(pages.by_page), int(pages.grows), pages.step, tokens, *read]
-        index, cache = pages.index, self.cache
-        sizes += [0 if index is None else index.step, int(cache is not None), self.branches, self.shared]
-        pool = [
-            pages.table,
-            *pages.tensors,
-            *(() if index is None else (index.table, *(x for side in index.slabs[0] for x in side.values()))),
-        ]
-        splits = (None,) * 3 if self.splits is None else (self.splits.items, self.splits.firsts, self.splits.shared)
-        lengths = None if pages.lengths is None or (self.rows is not None and not pages.per_head) else pages.lengths
-        pool += () if cache is None else cache.tensors
-        return pool, [self.rows, lengths, *splits, self.control], [*self.sinks, *self.ring], sizes
+    def identity(self) -> tuple:
+        """Everything on which launches over these inputs depend: addresses, shapes and dtypes of tensors, and numbers. Later slabs do not
+        count where slabs are added between compiled steps: kernels find their pages by the table."""
+        pages, index, cache, splits = self.pages, self.pages.index, self.cache, self.splits
+        tensors = [*pages.compiled.tensors, *self.sinks, *self.ring, self.rows, self.control, pages.lengths]
+        tensors += [] if index is None else index.tensors
+        tensors += [] if cache is None else cache.tensors
+        tensors += [] if splits is None else [splits.items, splits.firsts, splits.shared]
+        places = ((x.data_ptr(), x.shape, x.stride(), x.dtype) for x in tensors if x is not None)
+        numbers = pages.firsts[0], pages.page_size, pages.by_page, pages.grows, pages.step, index and index.step, cache is None
+        return *pages.codecs, *numbers, self.max_length, self.tokens, self.budget, self.branches, self.shared, *places
 
-    @staticmethod
-    def of(
-        pool: Sequence[Tensor], counts: Sequence[Tensor | None], exact: Sequence[Tensor], sizes: Sequence[int], max_length: int
-    ) -> PagedInputs:
-        """The inverse of `arguments` and `max_length`, with the first slab alone: kernels find pages of others by the table."""
-        key, value = (CODECS[n] for n in sizes[:2])
-        left = iter(pool[1:])
-        sides = [
-            {name: next(left) for name in names(codec, x.shape[3], kind)}
-            for kind in ("each", "once")
-            for codec, x in zip((key, value), exact[2:], strict=True)
-        ]
-        rows, lengths, items, firsts, read_once, control = counts
-        lengths = rows[:, LENGTH] if lengths is None and rows is not None else lengths
-        slabs, by_page, grows = [(sides[0], sides[1])], bool(sizes[4]), bool(sizes[5])
-        once, (first, size) = (sides[2], sides[3]), sizes[2:4]
-        pages = Pages(key, value, slabs, [first], size, once, pool[0], lengths, by_page, grows, partial=grows, step=sizes[6])
-        if sizes[11]:
-            table, sides = next(left), [{}, {}]
-            for side, codec in enumerate((key, value)[: 1 + sizes[10]]):
-                sides[side] = {name: next(left) for name in index_names(codec, exact[2 + side].shape[3])}
-            pages.index = replace(pages, slabs=[(sides[0], sides[1])], table=table, step=sizes[11])
-        cache = None
-        if sizes[12]:
-            keys, values = ({name: next(left) for name in side} for side in slabs[0])
-            cache = BlockCache.of(pages, (keys, values), next(left), next(left))
-        splits = None if items is None or firsts is None else Splits(items, firsts, read_once)
-        tokens = None if sizes[7] < 0 else sizes[7]
-        budget = None if sizes[8] < 0 else AttentionBudget(sizes[8], sizes[9], bool(sizes[10]))
-        zones = (exact[0], exact[1]), (exact[2], exact[3])
-        branches, shared = sizes[13:15]
-        return PagedInputs(pages, *zones, rows, max_length, tokens, splits, control, budget, cache=cache, branches=branches, shared=shared)
+    def __setstate__(self, state: dict) -> None:
+        """Makes a copy, which has a handle of its own."""
+        self.__dict__ |= state
+        if self.handle is not None:
+            give_handle(self)
 
     def twin(self, **changes: Any) -> PagedInputs:
         """The same inputs, but for some fields; `dataclasses.replace` takes five times as long, at every step."""
@@ -748,20 +717,17 @@ def step(inputs: PagedInputs, x: Pair) -> None:
     control[DROPPED].add_((tokens * ~fits).int())
 
 
-def unfold(inputs: PagedInputs, columns: int, new: Pair | None) -> Pair:
+def unfold(inputs: PagedInputs, columns: int, new: Pair) -> Pair:
     """Keys and values of all tokens at their columns, `[B, H, columns, D]` each, followed by `new` `[B, H, T, D]`,
     which are not stored yet. Columns without a token are zero. All rows have as many tokens."""
     out = []
     for side in (0, 1):
         held, places = paged_side(inputs, side)
-        parts, at = [held.dense()], inputs.columns(places)[0, 0]
-        if new is not None:
-            after = at.amax() + 1
-            parts.append(new[side])
-            at = torch.cat([at, after + torch.arange(new[side].shape[2], device=at.device)])
-        whole = parts[0].new_zeros(*held.shape[:2], columns + 1, held.shape[3])
+        at = inputs.columns(places)[0, 0]
+        at = torch.cat([at, at.amax() + 1 + torch.arange(new[side].shape[2], device=at.device)])
         at = torch.where((at >= 0) & (at < columns), at, columns)
-        out.append(whole.index_copy_(2, at, torch.cat(parts, dim=2))[:, :, :columns])
+        whole = new[side].new_zeros(*held.shape[:2], columns + 1, held.shape[3])
+        out.append(whole.index_copy_(2, at, torch.cat([held.dense(), new[side]], dim=2))[:, :, :columns])
     return out[0], out[1]
 
 

@@ -94,18 +94,6 @@ class KeysOrValues:
         return torch.cat(parts, dim=2)
 
 
-CODECS: list[Codec] = []
-"""Codecs in use. They are few; equal ones share one index for the life of the process."""
-
-
-@functools.cache
-def number(codec: Codec) -> int:
-    """The index of `codec` in `CODECS`: operators of torch cannot take a codec."""
-    if codec not in CODECS:
-        CODECS.append(codec)
-    return CODECS.index(codec)
-
-
 @functools.cache
 def names(codec: Codec, head_dim: int, tokens: str) -> tuple[str, ...]:
     """Its buffers that are kept for "each" token, or "once"."""
@@ -125,6 +113,12 @@ def planes_of(layout: PackedLayout | None, codes: Codes) -> tuple[Tensor, Tensor
         return none, none, none
     main, high, scales = (codes[name] if name else none for name in layout.planes)
     return main if main.itemsize > 1 else main.view(torch.int16), high.view(torch.int16), scales
+
+
+def differ(stored: Tensor, given: Tensor) -> bool:
+    """Whether two tensors `[B, H, T, D]` differ in batch, heads, head_dim or dtype."""
+    a, b = stored.shape, given.shape
+    return a[0] != b[0] or a[1] != b[1] or a[3] != b[3] or stored.dtype is not given.dtype
 
 
 def join_tokens(parts: Sequence[Tensor]) -> Tensor:
@@ -151,6 +145,11 @@ class AttentionInputs:
     def counted(self) -> bool:
         """Whether the device counts the tokens, which are the same for all heads."""
         return self.paged is not None and self.paged.rows is not None and not self.by_head
+
+    @property
+    def compiled(self) -> bool:
+        """Whether compiled code attends to these inputs by operators."""
+        return self.paged is not None and self.paged.handle is not None
 
     @property
     def by_head(self) -> bool:

@@ -21,8 +21,8 @@ from ..attention.uncompiled import uncompiled
 from ..formats import Identity
 from ..formats.base import Codec, Format
 from ..formats.int8 import SymmetricInt8
-from ..kernels import AttentionBudget, AttentionInputs, PagedInputs, Pair, compile_step, compiles_step, dense, prepare, step, unfold
-from ..storage import Storage, attention_inputs_of, check_room, differ
+from ..kernels import AttentionBudget, AttentionInputs, PagedInputs, Pair, compile_step, compiles_step, dense, differ, prepare, step, unfold
+from ..storage import Storage, attention_inputs_of, check_room
 
 KeysAndValues = tuple[Tensor | CompressedKV, Tensor | CompressedKV]
 """The result of `update`."""
@@ -284,11 +284,6 @@ class CompressedLayer(CacheLayerMixin):
                 )
             self.lazy_initialization(key_states, value_states)
         storage: Storage = self.storage  # type: ignore[assignment]
-        if any(map(differ, storage.residual, (key_states, value_states))):
-            raise ValueError(
-                f"storage is for keys and values like {list(storage.residual[0].shape)} in {storage.residual[0].dtype}, got "
-                f"{list(key_states.shape)} in {key_states.dtype}: call cache.reset() and cache.early_initialization(...) before"
-            )
         tokens = key_states.shape[2]
         storage.record_compiled_step(tokens)
         result: KeysAndValues = key_states, value_states
@@ -300,7 +295,7 @@ class CompressedLayer(CacheLayerMixin):
             result = unfold(storage.inputs, storage.columns, (key_states, value_states))
         step(storage.inputs, (key_states, value_states))
         if tokens == 1 and not self.empty:
-            result = self._compressed(storage.compiled_inputs())
+            result = self._compressed(storage.compiled_inputs((key_states, value_states)))
         self.empty = False
         return result
 

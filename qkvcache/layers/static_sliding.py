@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticSlidingWindowLayer
 
-from ..storage import check_room, differ
+from ..kernels import differ
+from ..storage import check_room
 from .compressed import check_alike, rows_of
 
 

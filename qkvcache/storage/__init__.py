@@ -5,4 +5,4 @@ from .head_pages import HeadPages
 from .metadata import TokenMetadata
 from .paged import GROUP, MAX_GROWTH, PAGE, RowPages, growth
 from .pool import PageLayout, PagePool, aligned
-from .storage import Storage, attention_inputs_of, check_room, differ
+from .storage import Storage, attention_inputs_of, check_room

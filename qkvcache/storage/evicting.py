@@ -36,8 +36,11 @@ from ..kernels import (
     Pair,
     StaticTensors,
     append_token,
+    differ,
     evict_token,
     gather_columns,
+    give_handle,
+    read,
 )
 from ..kernels.pages import COLUMNS, RING_ROW, RING_START, RING_TOKENS, SINK_ROW, SINKS
 from ..policies import Arrivals, Budget, Policy, Rotation
@@ -46,7 +49,7 @@ from .eviction import append_and_evict, append_and_share
 from .head_pages import HeadPages
 from .metadata import TokenMetadata, no_tokens
 from .paged import PAGE, RowPages
-from .storage import LayerStorage, attention_inputs_of, differ, sides_of, zeros
+from .storage import LayerStorage, attention_inputs_of, sides_of, zeros
 
 
 @dataclass(eq=False)
@@ -360,7 +363,7 @@ class EvictingStorage(LayerStorage):
     def _score_of_oldest(self, layout: StaticLayout, at: Tensor) -> Tensor | None:
         """The score, fp32 `[B, H, 1]`, of the token in column `at` `[B, 1]` of the ring, from the tokens after it."""
         order = (at + torch.arange(self.lag_length + 1, device=at.device)) % (self.lag_length + 1)
-        after = [gather_columns(x, order) for x in layout.ring]
+        after = [gather_columns(read(x), order) for x in layout.ring]
         score = self.policy.score(Arrivals(after[0][:, :, :1], after[1][:, :, :1], after[0], after[1]))
         return None if score is None else score.float()
 
@@ -379,8 +382,10 @@ class EvictingStorage(LayerStorage):
         if layout.inputs.pages is not tokens.pages:
             layout.attention_inputs = self.static_inputs(layout.inputs.sinks, layout.ring)
             layout.inputs = layout.attention_inputs.paged or layout.inputs
-        for tensor in (*layout.tensors(), *layout.inputs.arguments[0]):
+        for tensor in layout.tensors():
             torch._dynamo.mark_static_address(tensor)
+        if layout.inputs.handle is None:
+            give_handle(layout.inputs)
         layout.row_lengths.copy_(metadata.lengths()[:, 0, 0])
         index = (torch.arange(ring, device=self.device) - (layout.row_lengths - residual)[:, None]) % ring  # columns of the residual
         used = (index < residual)[:, None]

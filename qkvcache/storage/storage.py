@@ -34,6 +34,7 @@ from ..kernels import (
     Pair,
     Segment,
     dense,
+    give_handle,
     launch_of_step,
     store_exact,
 )
@@ -55,12 +56,6 @@ def check_room(seq_length: int, tokens: int, max_length: int) -> None:
             f"{seq_length} tokens and {tokens} more do not fit in max_length={max_length}: make the cache with a larger one, or call "
             f"reset() for another prompt{again}"
         )
-
-
-def differ(stored: Tensor, given: Tensor) -> bool:
-    """Whether two tensors `[B, H, T, D]` differ in batch, heads, head_dim or dtype."""
-    a, b = stored.shape, given.shape
-    return a[0] != b[0] or a[1] != b[1] or a[3] != b[3] or stored.dtype is not given.dtype
 
 
 class LayerStorage:
@@ -261,10 +256,8 @@ class Storage(LayerStorage):
         self.__dict__.pop("launch", None)
         room = self.max_length or self.sinks[0].shape[2] + self.residual[0].shape[2] + self.tokens.capacity
         self.control[ROOM : ROOM + 1].copy_(torch.from_numpy(numpy.array([room], numpy.int32)), non_blocking=True)
-        if self.static:
-            pool, _, exact, _ = self.inputs.arguments
-            for tensor in (*pool, *exact, self.rows, self.control):
-                torch._dynamo.mark_static_address(tensor)
+        if self.static and not self.rows.is_meta:
+            give_handle(self.inputs)
 
     def _number_rows(self) -> None:
         """Says that row `b` has row `b` of the sinks and of the residual."""
@@ -401,10 +394,10 @@ class Storage(LayerStorage):
             return AttentionInputs(key, value)
         return AttentionInputs(key, value, self.inputs.twin(max_length=self.tokens.length))
 
-    def compiled_inputs(self) -> AttentionInputs:
-        """The inputs of attention for a compiled step of one token, sized for `columns` tokens."""
-        shapes = ((*x.shape[:2], self.columns, x.shape[3]) for x in self.residual)
-        key, value = (KeysOrValues.of((), shape, x.dtype, x.device) for shape, x in zip(shapes, self.residual, strict=True))
+    def compiled_inputs(self, x: Pair) -> AttentionInputs:
+        """The inputs of attention for a compiled step of one token, `x` `[B, H, 1, D]`, sized for `columns` tokens."""
+        shapes = ((*side.shape[:2], self.columns, side.shape[3]) for side in x)
+        key, value = (KeysOrValues.of((), shape, side.dtype, side.device) for shape, side in zip(shapes, x, strict=True))
         return AttentionInputs(key, value, self.inputs)
 
     def attention_inputs_with(self, exact: Pair) -> AttentionInputs:

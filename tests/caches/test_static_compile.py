@@ -69,7 +69,7 @@ def test_attention_of_other_kinds_compiles(name, attention, compiling, monkeypat
 
 @pytest.mark.parametrize(("format", "attention"), [("identity", "sdpa"), *slowly([(FOUR_BIT, "sdpa"), ("int4", "eager")], [])])
 def test_generate_compiles_one_graph(format, attention, compiling):
-    """For 50 tokens, of any cache, after any prompt."""
+    """For 50 tokens, of any cache in any format, after any prompt."""
     this = compiling("llama", attention)
     limit = of_model(this.network, 140) if format == "identity" else turned(format)
     plain, first, second, third = (make(this.network, format, 90) for _ in range(4))
@@ -84,6 +84,8 @@ def test_generate_compiles_one_graph(format, attention, compiling):
     shorter = {name: x[:, 11:] for name, x in prompt(3).items()}
     found = [this.run(cache, shorter, compiled=compiled, max_new_tokens=10) for cache, compiled in ((second, True), (third, False))]
     assert_close(logits(found[0]), logits(found[1]), limit)
+    other = [logits(this.run(make(this.network, "nvfp4", 90), compiled=how, max_new_tokens=4)) for how in (True, False)]
+    assert_close(*other, turned("nvfp4"))
     assert graphs() == 1
 
 

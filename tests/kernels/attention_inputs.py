@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qkvcache.formats import Format
 from qkvcache.kernels import AttentionInputs
 from qkvcache.kernels.pages import quantize_into
 from qkvcache.storage import RowPages, attention_inputs_of
+
+
+def assert_fake(operator: Any, arguments: Sequence[Any]) -> None:
+    """The compiler is told the shapes, strides and dtypes of the tensors that an operator returns. (`opcheck` copies handles.)"""
+    wanted = tree_leaves(operator(*arguments))
+    with FakeTensorMode() as mode:
+        found = tree_leaves(operator(*tree_map_only(Tensor, mode.from_tensor, arguments)))
+    assert [(x.shape, x.stride(), x.dtype) for x in found] == [(x.shape, x.stride(), x.dtype) for x in wanted]
 
 
 def by_address(tokens: RowPages) -> RowPages:

@@ -1,14 +1,19 @@
 """Operators and dispatch: what torch.compile sees, and what `QKVCACHE_KERNELS` forces."""
 
 import copy
+import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
 from qkvcache.formats import resolve
-from qkvcache.kernels import attend, attend_on_codes, dispatch, observe_on_codes, on_triton
+from qkvcache.kernels import attend, attend_on_codes, dispatch, give_handle, observe_on_codes, on_triton
+from qkvcache.kernels.handles import ORDER, inputs_of
 from qkvcache.layers.compressed import CompressedLayer
 from tests.seeds import SEED
+
+from .attention_inputs import assert_fake
 
 triton = pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,8 +28,9 @@ def attention_inputs(format: str = "turboquant_4bit_nc", step: int = 3):
     """What attention reads in a step of so many tokens: of one, storage that counts on the device."""
     layer = CompressedLayer(resolve(format))
     for tokens in (201 - step, step):
-        handle, _ = layer.update(*torch.randn(2, 2, 2, tokens, 64, device=DEVICE, dtype=torch.float16))
-    return handle.attention_inputs
+        keys, _ = layer.update(*torch.randn(2, 2, 2, tokens, 64, device=DEVICE, dtype=torch.float16))
+    give_handle(keys.attention_inputs.paged)
+    return keys.attention_inputs
 
 
 def compiled(function, *args, **kwargs):
@@ -69,8 +75,22 @@ def test_mass_for_the_compiler(on_kernels):
 @pytest.mark.parametrize("observed", [None, torch.ones(2, 3, device=DEVICE)], ids=["", "observed"])
 def test_the_fake_knows_shapes(observed, on_kernels):
     query, held = torch.randn(2, 8, 3, 64, device=DEVICE, dtype=torch.float16), attention_inputs()
-    arguments = (query, *held.paged.arguments, held.paged.max_length, None, None, observed, None, None, True)
-    torch.library.opcheck(torch.ops.qkvcache.attend, arguments, test_utils=("test_schema", "test_faketensor"))
+    arguments = (query, held.paged.handle, ORDER[query.device], list(held.value.shape[1:]), None, None, observed, None, None, True)
+    assert_fake(torch.ops.qkvcache.attend, arguments)
+
+
+def test_a_handle_stands_for_tensors_at_their_addresses(on_kernels):
+    """It is kept if compiled code was given it: a CUDA graph may know its address."""
+    held = attention_inputs().paged
+    same, moved = replace(held), replace(held, ring=tuple(x.clone() for x in held.ring))
+    give_handle(same), give_handle(moved)
+    assert same.handle is held.handle and moved.handle is not held.handle
+    assert inputs_of(moved.handle).ring is moved.ring
+    unused, used = weakref.ref(held.handle), weakref.ref(moved.handle)
+    del held, same, moved
+    assert unused() is None and used() is not None
+    with pytest.raises(KeyError):
+        inputs_of(used())
 
 
 def test_what_the_environment_forces(monkeypatch):

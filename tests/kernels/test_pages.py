@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from qkvcache.formats import Codes, Format
-from qkvcache.kernels import PagedInputs, Pages, Splits, attend_pages
+from qkvcache.kernels import PagedInputs, Pages, Splits, attend_pages, give_handle
 from qkvcache.kernels import pages as reference
+from qkvcache.kernels.handles import ORDER
 from tests.matrix import FORMATS, slowly
 from tests.matrix import FORMATS as REGISTRY
 
+from .attention_inputs import assert_fake
 from .paged_inputs import build, pool, row
 from .test_fused_attend import KINDS, guarded, tolerance
 
@@ -359,12 +361,14 @@ def test_operators():
     inputs = replace(inputs, splits=split(inputs.pages.lengths))
     query = torch.randn(2, 4, 1, 64, device=DEVICE).half()
     sinks, observed, scaling, softcap, causal = (x.to(DEVICE) if isinstance(x, Tensor) else x for x in options)
-    arguments = query, *inputs.arguments, inputs.max_length, None, sinks, observed, scaling, softcap, causal
+    give_handle(inputs)
+    shape = [inputs.ring[1].shape[1], sum(inputs.slots), inputs.ring[1].shape[3]]
+    arguments = query, inputs.handle, ORDER[query.device], shape, None, sinks, observed, scaling, softcap, causal
     outs = torch.ops.qkvcache.attend(*arguments)
     wanted = attend_pages(query, inputs, sinks=sinks, observed=observed, scaling=scaling, softcap=softcap, causal=causal)
     for x, y in zip(outs, wanted, strict=True):
         assert torch.equal(x, y)
-    torch.library.opcheck(torch.ops.qkvcache.attend, arguments, test_utils=("test_schema", "test_faketensor"))
+    assert_fake(torch.ops.qkvcache.attend, arguments)
 
 
 def far_apart(inputs: PagedInputs) -> PagedInputs:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from qkvcache.kernels import attend, attend_on_codes
 from qkvcache.kernels import step as step_on_device
+from qkvcache.kernels.handles import ORDER
 from qkvcache.kernels.pages import ROOM
 from qkvcache.layers.compressed import CompressedLayer
 from tests.matrix import FORMATS as REGISTRY
@@ -49,8 +50,8 @@ def grown(tokens: int, **options) -> CompressedLayer:
 
 def addresses(layer: CompressedLayer) -> list[int]:
     """Returns the addresses of all tensors that compiled code reads."""
-    pool, counts, exact, _ = layer.storage.inputs.arguments
-    return [x.data_ptr() for x in (*pool, *exact, counts[0], counts[4])]
+    inputs = layer.storage.inputs
+    return [x.data_ptr() for x in (inputs.handle, *inputs.pages.compiled.tensors, *inputs.sinks, *inputs.ring, inputs.rows, inputs.control)]
 
 
 def test_pages_join_between_compiled_steps(compiled):
@@ -116,9 +117,9 @@ def test_tokens_without_room_are_dropped_and_then_said(compiled):
 def test_torch_operations_say_what_they_cannot(monkeypatch):
     monkeypatch.setenv("QKVCACHE_KERNELS", "torch")
     layer = grown(20, compile=True)
-    pool, (rows, *_, control), exact, sizes = layer.storage.inputs.arguments
+    x = new(1, rows=1)
     with pytest.raises(NotImplementedError, match="pass max_length"):
-        torch.ops.qkvcache.step(pool, rows, control, exact, sizes, *new(1, rows=1))
+        torch.ops.qkvcache.step(layer.storage.inputs.handle, ORDER[x[0].device], *x)
     layer.update(*new(1, rows=1))  # uncompiled steps count on the host
     assert layer.get_seq_length() == 22
 

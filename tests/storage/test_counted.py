@@ -102,7 +102,7 @@ def test_columns_and_unfold(first, ring):
             continue
         for coming in (0, 1, 6):
             x = new(coming)
-            got = pages.unfold(store.inputs, 70, x if coming else None)
+            got = pages.unfold(store.inputs, 70, x)
             for side, known, fresh in zip(got, whole, x, strict=True):
                 wanted = torch.zeros(ROWS, HEADS, 80, known.shape[3])
                 wanted[:, :, :seen] = known[:, :, :seen]
