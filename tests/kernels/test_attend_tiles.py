@@ -129,7 +129,7 @@ def test_magnitudes(format, monkeypatch):
 def test_tokens_counted_on_the_device(seen, monkeypatch):
     """The ring began anew, and what is free would show."""
     store = holding("int8", seen, ring=20)
-    query, inputs = data(2, 4, 9, 64), store.compiled_inputs()
+    query, inputs = data(2, 4, 9, 64), store.compiled_inputs(store.residual)
     mask = torch.ones(2, 1, 1, 130, dtype=torch.bool, device=DEVICE)
     mask[1, ..., :40] = False
     assert attends_in_tiles(query, inputs, mask)
