@@ -125,25 +125,26 @@ class ReadingLayer(DynamicLayer):
         whole context."""
         if self.module is None:
             self.module, self.query = attention.module, attention.query[:, :, :0].clone()  # a view would keep all queries alive
-        if self.reading is None:
-            return None
-        output, lse = self._attend(attention, self.reading)
-        if attention.module is self.module:  # other layers may share its keys
-            self._score(attention, self.reading, lse)
-        if output is not None:
-            return attention._replace(output=output.transpose(1, 2).contiguous())
-        return attention._replace(mask=self.reading.mask(attention.implementation, attention.query))
+        reading = self.reading
+        pair: Pair = self.local or (self.keys, self.values)  # type: ignore[assignment]
+        attention, lse = self._attend(attention, pair, reading is not None and reading.padded)
+        if reading is not None:
+            if attention.module is self.module:  # other layers may share its keys
+                self._score(attention, reading, lse)
+            if attention.output is None:
+                attention = attention._replace(mask=reading.mask(attention.implementation, attention.query))
+        return attention
 
-    def _attend(self, attention: PlainAttention, reading: Reading) -> tuple[Tensor | None, Tensor | None]:
-        """Attention `[B, Hq, R, D]` of a reading and the log of its normaliser, where flash attention knows both; else None."""
-        query, (keys, values) = attention.query, self.local  # type: ignore[misc]
-        known = not reading.padded and attention.implementation in ("sdpa", NAME) and not attention.keywords.get("dropout")
-        if not known or not query.is_cuda or not supports_queries(query, values.shape[3]):
-            return None, None
-        options = kernel_options(attention.implementation, query, attention.keywords)
-        if options["sinks"] is not None:  # the scores leave them out
-            return None, None
-        return attend_chunked(query, ChunkedKV((keys, values), 0, lambda _: iter(())), **options)[:2]
+    def _attend(self, attention: PlainAttention, pair: Pair, padded: bool) -> tuple[PlainAttention, Tensor | None]:
+        """Flash attention without a mask, for which transformers would make one of queries by tokens, and the log of its
+        normaliser; where it does not know both, the given attention."""
+        query, options = attention.query, kernel_options(attention.implementation, attention.query, attention.keywords)
+        plain = attention.implementation in ("sdpa", NAME) and options["sinks"] is None and not attention.keywords.get("dropout")
+        whole = query.shape[2] == pair[0].shape[2]  # which the model's own function attends to faster
+        if padded or whole or not plain or not query.is_cuda or not supports_queries(query, pair[1].shape[3]):
+            return attention, None
+        out, lse, _ = attend_chunked(query, ChunkedKV(pair, 0, lambda _: iter(())), **options)
+        return attention._replace(output=out.transpose(1, 2).contiguous()), lse
 
     def _score(self, attention: PlainAttention, reading: Reading, lse: Tensor | None) -> None:
         query, (keys, values) = attention.query, self.local  # type: ignore[misc]
@@ -203,10 +204,11 @@ def _weights(layers: list[Any], policy: KVzip, is_valid: Tensor, dense: DynamicC
 
 @torch.no_grad()
 def read_twice(
-    model: PreTrainedModel, policy: KVzip, ids: Tensor, mask: Tensor, tokenizer: Any, progress: bool
+    model: PreTrainedModel, policy: KVzip, ids: Tensor, mask: Tensor, tokenizer: Any, progress: bool, chunk_size: int | None = None
 ) -> tuple[DynamicCache, dict[int, Any]]:
     """A dense cache of `ids` `[B, T]`. Its full-attention layers (`ReadingLayer`) have the scores of `policy`; its
-    other layers are as after the first reading. `mask` `[B, T]` is 0 for padding."""
+    other layers are as after the first reading, which reads `chunk_size` tokens at a time, by default all. `mask` `[B, T]` is 0 for
+    padding."""
     install()  # so that attention reports to the layers
     dense = DynamicCache(config=model.config)
     for i, layer in enumerate(dense.layers):
@@ -216,7 +218,10 @@ def read_twice(
     lengths = mask.sum(-1)
     (shortest, longest), sinks = torch.stack(lengths.aminmax()).tolist(), policy.num_sink_tokens
     padded = shortest < ids.shape[1]
-    _forward(model, dense, ids, mask, ids.shape[1], padded)
+    step = chunk_size or ids.shape[1]
+    for begin in range(0, ids.shape[1], step):
+        end = min(begin + step, ids.shape[1])
+        _forward(model, dense, ids[:, :end], mask[:, :end], end - begin, padded)
     others = {i: copy.deepcopy(x) for i, x in enumerate(dense.layers) if not isinstance(x, ReadingLayer)}
     steps = range(min(sinks, longest), longest, policy.chunk_size)
     instructions = [_instruction(tokenizer, later, ids.device) for later in (False, True)]
