@@ -45,8 +45,14 @@ def _static(device: torch.device) -> Tensor:
 
 
 def inputs_of(handle: Tensor) -> Any:
-    """The `PagedInputs` for which `handle` stands. Nothing is cached in them: a CUDA graph may be recorded, whose memory is its own."""
+    """The `PagedInputs` for which `handle` stands. Nothing is cached in them: a CUDA graph may be recorded, whose memory is its own.
+
+    Raises RuntimeError where there are none, as in a program that was exported in another process."""
     address = handle.data_ptr()
-    inputs = _INPUTS[address]
+    inputs = _INPUTS.get(address)
+    if inputs is None:
+        raise RuntimeError(
+            "compiled code was called whose cache is gone or belongs to another process: export or compile with the cache that it is to use"
+        )
     _USED[address] = inputs.handle
     return inputs.twin(pages=inputs.pages.compiled, launches={}, held={})

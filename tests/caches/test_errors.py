@@ -1,6 +1,7 @@
 """Wrong input is refused where it is given, in words that name the value and the fix, and leaves the cache as it was."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -155,6 +156,10 @@ def test_a_program_with_a_cache_without_storage_is_refused():
         for token in (5, 6):  # it goes on with what the cache held, and with its own steps
             step = torch.tensor([[token]])
             torch.testing.assert_close(program(step), network(step, past_key_values=other).logits, atol=1e-4, rtol=1e-4)
+        del cache
+        gc.collect()
+        with pytest.raises(RuntimeError, match="compiled code was called whose cache is gone"):
+            program(step)
 
 
 @pytest.mark.parametrize("rows", [[], torch.tensor([])])
