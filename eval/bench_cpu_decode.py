@@ -1,6 +1,6 @@
 """Decode time per token on the CPU: every format beside DynamicCache and transformers' own QuantizedCache, in one run.
 
-    python eval/bench_cpu_decode.py [--tokens 2048] [--rounds 5] [--threads N]
+    python eval/bench_cpu_decode.py [--tokens 4096] [--rounds 3] [--dtypes float32 bfloat16] [--threads 1 2]
 
 Each cache holds the same prefilled text on the embedded model; rounds go through all caches in turn, so that a machine that changes its
 pace changes it for all. Rows have the median milliseconds per token, and the ratios to DynamicCache and to quanto's 4 bits of the same run.
@@ -37,10 +37,16 @@ def caches(config) -> dict[str, Callable[[], Cache]]:
     return found | {name: lambda name=name: CompressedCache(config, format=name) for name in REGISTRY}
 
 
-@torch.no_grad()
 def measure(args: argparse.Namespace) -> None:
-    torch.set_num_threads(args.threads)
-    model, tokenizer = demo.load(DTYPES[args.dtype])
+    for dtype in args.dtypes:
+        for threads in args.threads:
+            measure_one(args, dtype, threads)
+
+
+@torch.no_grad()
+def measure_one(args: argparse.Namespace, dtype: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    model, tokenizer = demo.load(DTYPES[dtype])
     ids = torch.tensor(demo.text_ids(tokenizer)[: args.tokens])[None]
 
     def decode_ms(cache: Cache, token: torch.Tensor, steps: int) -> float:
@@ -53,37 +59,40 @@ def measure(args: argparse.Namespace) -> None:
         decode_ms(cache, token, 3)
         ready[name], times[name] = (cache, token, held_bytes(cache) / cache.get_seq_length()), []
     for number in range(args.rounds):
-        print(f"round {number + 1}", file=sys.stderr, flush=True)
+        print(f"{dtype}, threads: {threads}, round {number + 1}", file=sys.stderr, flush=True)
         for name, (cache, token, _) in ready.items():
             times[name].append(decode_ms(cache, token, args.steps))
     median = {name: statistics.median(values) for name, values in times.items()}
-    same = {"tokens": args.tokens, "dtype": args.dtype, "machine": platform.processor() or platform.machine(), "threads": args.threads}
+    same = {"tokens": args.tokens, "dtype": dtype, "threads": threads, "machine": platform.processor() or platform.machine()}
     rows = [
         {
             "cache": name, "ms_per_token": round(ms, 3), "of_dynamic": round(ms / median[DYNAMIC], 3),
             "of_quanto4": round(ms / median[QUANTO], 3) if QUANTO in median else None, "bytes_per_token": ready[name][2],
         } for name, ms in median.items()
     ]  # fmt: skip
-    replace_rows(args.out, "cpu_decode", [same | row for row in rows])
+    replace_rows(args.out, "cpu_decode", [same | row for row in rows], "tokens", "dtype", "threads", "cache")
 
 
 def tables(rows: list[dict]) -> Iterator[Table]:
-    found = {row["cache"].removesuffix("_uncentered"): row for row in rows}  # the last of each
-    shown = [DYNAMIC, *(name for name in found if name.startswith("Quantized")), *SHOWN]
-    lines = [
-        [f"`{name}`", f"{row['ms_per_token']:.1f}", f"{row['of_dynamic']:.2f}", f"{row['of_quanto4']:.2f}" if row["of_quanto4"] else ""]
-        for name in shown if (row := found.get(name))
-    ]  # fmt: skip
-    yield Table(["cache", "ms a token", "times `DynamicCache`'s", "times quanto's, 4 bits"], lines, rule=(" --- ",))
+    found = {(row["dtype"], row["threads"], row["cache"]): row for row in rows}
+    runs = list(dict.fromkeys(key[:2] for key in found))
+    headers = ["cache", *(f"{dtype}, {'1 thread' if threads == 1 else f'{threads} threads'}" for dtype, threads in runs)]
+    shown = [DYNAMIC, *dict.fromkeys(name for *_, name in found if name.startswith("Quantized")), *SHOWN]
+    lines = [[f"`{name}`", *(_cell(found.get((*run, name))) for run in runs)] for name in shown]
+    yield Table(headers, [line for line in lines if any(line[1:])])
+
+
+def _cell(row: dict | None) -> str:
+    return f"{row['ms_per_token']:.1f} ms, {row['of_dynamic']:.2f}" if row else ""
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__, "cpu_decode")
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=16, help="steps a cache takes in each round")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8, help="steps a cache takes in each round")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
     run_or_show(parser, parser.parse_args(arguments), measure, "cpu_decode", tables, gpu=False)
 
 

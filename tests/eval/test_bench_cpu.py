@@ -24,8 +24,8 @@ def test_decoding_is_compared_with_dynamic_cache(tmp_path, monkeypatch, capsys):
     bench = importlib.import_module("bench_cpu_decode")
     monkeypatch.setattr(bench, "REGISTRY", ["int8"])
     out = tmp_path / "rows.jsonl"
-    bench.main(["--tokens", "600", "--rounds", "1", "--steps", "1", "--out", str(out)])
+    bench.main(["--tokens", "600", "--rounds", "1", "--steps", "1", "--dtypes", "float32", "--threads", "1", "--out", str(out)])
     rows = {row["cache"]: row for row in read_rows(out)}
     assert rows["DynamicCache"]["of_dynamic"] == 1 and rows["int8"]["ms_per_token"] > 0
     assert rows["int8"]["bytes_per_token"] < rows["DynamicCache"]["bytes_per_token"]
-    assert "`int8`" in capsys.readouterr().out
+    assert "float32, 1 thread" in capsys.readouterr().out
