@@ -16,12 +16,14 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import sys
 import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -81,6 +83,7 @@ def cell(args: argparse.Namespace, affinity: bool, store: str | None) -> dict[st
     """A closed loop of agents, measured for some seconds once each has had two answers on average."""
     from ray import serve
 
+    sys.path.append(str(Path(__file__).parents[1]))
     from examples.ray_serve.app import Arguments, app
 
     try:
