@@ -63,7 +63,7 @@ class PageStore:
 
     @property
     def kind(self) -> tuple[bool, ...]:
-        """What differs between the launches of decode steps of one size: whether the latest batch reads few tokens, and of which groups
+        """The kind of launches of a decode step: whether the latest batch reads few tokens, and of which groups
         rows read tokens together."""
         return self.reads_few, *(group.batch.shares is not None for group in self.groups)
 

@@ -218,7 +218,7 @@ def _does_not_fit(plans: list[Plan]) -> list[str]:
 
 
 def _below(plan: Plan) -> str:
-    """What stands under the table: what its numbers assume."""
+    """Notes under the table: the assumptions of its numbers."""
     from ..planning.plan import in_words
 
     words = list(plan.notes)
