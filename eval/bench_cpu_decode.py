@@ -3,7 +3,7 @@
     python eval/bench_cpu_decode.py [--tokens 4096] [--rounds 3] [--dtypes float32 bfloat16] [--threads 1 2]
 
 Each cache holds the same prefilled text on the embedded model; rounds go through all caches in turn, so that a machine that changes its
-pace changes it for all. Rows have the median milliseconds per token, and the ratios to DynamicCache and to quanto's 4 bits of the same run.
+pace changes it for all. Rows have the median milliseconds per token, and the ratio to DynamicCache of the same run.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def measure_one(args: argparse.Namespace, dtype: str, threads: int) -> None:
     rows = [
         {
             "cache": name, "ms_per_token": round(ms, 3), "of_dynamic": round(ms / median[DYNAMIC], 3),
-            "of_quanto4": round(ms / median[QUANTO], 3) if QUANTO in median else None, "bytes_per_token": ready[name][2],
+            "bytes_per_token": ready[name][2],
         } for name, ms in median.items()
     ]  # fmt: skip
     replace_rows(args.out, "cpu_decode", [same | row for row in rows], "tokens", "dtype", "threads", "cache")

@@ -34,6 +34,8 @@ from qkvcache import models
 
 PORT, POSITIONS = 8123, 4096
 
+sys.path.append(str(Path(__file__).parents[1]))  # for `examples`
+
 
 class Client:
     """Agents of one load. A turn is `(answered at, first of its session, tokens, cached tokens, seconds to its first token)`."""
@@ -83,7 +85,6 @@ def cell(args: argparse.Namespace, affinity: bool, store: str | None) -> dict[st
     """A closed loop of agents, measured for some seconds once each has had two answers on average."""
     from ray import serve
 
-    sys.path.append(str(Path(__file__).parents[1]))
     from examples.ray_serve.app import Arguments, app
 
     try:

@@ -47,7 +47,7 @@ def in_halves(format: Format | FormatByLayer, budget: AttentionBudget | None) ->
     if isinstance(format, FormatByLayer):
         return FormatByLayer(tuple(in_halves(each, budget) for each in format.formats))  # type: ignore[misc]
     found = format.in_halves()
-    if not budget.coarse:
+    if not budget.coarse:  # blocks are chosen by keys alone, and those of 4 bits have halves already
         return format if found is None or format.key.coarse != format.key else found
     if found is None:
         raise ValueError(

@@ -259,8 +259,10 @@ def test_what_is_refused():
         cache.compress(network, ids[0])
     with pytest.raises(TypeError, match=r"compress of 'a context': expected token ids \[B, T\]"):
         cache.compress(network, "a context")
-    with pytest.raises(ValueError, match="prefill_chunk_size=0: expected a number of tokens"):
+    with pytest.raises(ValueError, match="prefill_chunk_size=0: must be 1 or more tokens"):
         cache.compress(network, ids, prefill_chunk_size=0)
+    with pytest.raises(TypeError, match="prefill_chunk_size must be a number of tokens"):
+        cache.compress(network, ids, prefill_chunk_size=0.5)
     cache.compress(network, ids, progress=False)
     with pytest.raises(ValueError, match="compress after 37 tokens"):
         cache.compress(network, ids)
