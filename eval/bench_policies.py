@@ -37,8 +37,6 @@ ROWS = [
 
 
 def policy_of(row: str, budget: int, heads: int) -> policies.Policy:
-    if row == "lagkv":
-        return policies.LagKV(budget=budget, lag_size=min(128, budget // 4), recent=min(128, budget // 4))
     if row == "snapkv_critical":
         return policies.CriticalKV(policies.SnapKV(budget=budget, recent=min(64, budget // 4)))
     if row == "snapkv_adakv":

@@ -70,8 +70,8 @@ def variants() -> dict[str, dict]:
         found[f"{name}, adakv"] = {"wrapper": policies.AdaKV}
     found["kvzip, normalized"] = {"kvzip_plus_normalization": True}
     found["kvzip, each head"] = {"alpha_safeguard": None}
-    for name in ("h2o", "snapkv", "tova", "keydiff", "lagkv", "expected_attention", "knorm", "random"):
-        found[f"{name}, heads"] = {"heads": True} | ({} if name == "lagkv" else {"recent": RECENT})
+    for name in ("h2o", "snapkv", "tova", "keydiff", "expected_attention", "knorm", "random"):
+        found[f"{name}, heads"] = {"heads": True, "recent": RECENT}
     found["kvzip, layerwise"] = {"layerwise": True}
     return found
 
@@ -80,10 +80,8 @@ VARIANTS = variants()
 
 
 def policy_of(name: str, size: int, total: int, profile: Callable[[], policies.HeadProfile]) -> Policy:
-    """The policy of a row's name that keeps `size` of `total` tokens, with a lag that fits."""
+    """The policy of a row's name that keeps `size` of `total` tokens."""
     base, options = name.split(",")[0], dict(VARIANTS[name])
-    if base == "lagkv":
-        options |= dict.fromkeys(("lag_size", "recent"), min(128, size // 4) if "heads" not in options else RECENT)
     if wrapper := options.pop("wrapper", None):
         return wrapper(policies.named(base, budget=size))
     if options.pop("heads", False):

@@ -35,10 +35,6 @@ EVICTED = ("turboquant_4bit_nc",)
 
 
 def policy_of(name: str, size: int) -> policies.Policy:
-    """By its defaults, but for a lag that fits into small budgets."""
-    if name == "lagkv":
-        lag = min(128, size // 4)
-        return policies.LagKV(budget=size, lag_size=lag, recent=lag)
     return policies.named(name, budget=size - 4 if name == "sink_window" else size)
 
 

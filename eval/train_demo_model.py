@@ -112,8 +112,8 @@ class Sequences(torch.utils.data.IterableDataset):
                 key, word = rng.choice(known)
                 parts.append("\n\n" + QUESTION.format(key=key) + f" {word}.\n\n")
         asked = rng.sample(known, min(len(known), 6))
-        lag_length = [QUESTION.format(key=key) + f" {word}.\n\n" for key, word in asked]
-        return "".join(parts) + text[start:] + "\n\n" + "".join(lag_length) + self.passage(rng, 10_000)
+        questions = [QUESTION.format(key=key) + f" {word}.\n\n" for key, word in asked]
+        return "".join(parts) + text[start:] + "\n\n" + "".join(questions) + self.passage(rng, 10_000)
 
     def table(self, rng: random.Random) -> str:
         """Blocks of `key = value` lines with look-ups."""

@@ -128,7 +128,6 @@ POLICIES = {
     "snapkv": lambda budget: policies.SnapKV(budget=budget, interval=1, window_size=4, recent=3),
     "keydiff": lambda budget: policies.KeyDiff(budget=budget, recent=3),
     "keydiff_values": lambda budget: policies.KeyDiff(budget=budget, recent=2, protect_values=0.25),
-    "lagkv": lambda budget: policies.LagKV(budget=budget, lag_size=4, recent=4),
     "knorm": lambda budget: policies.Knorm(budget=budget, recent=3),
     "random": lambda budget: policies.Random(budget=budget, recent=2),
     "expected_attention": lambda budget: policies.ExpectedAttention(budget=budget, recent=3, n_future_positions=16),
@@ -144,13 +143,12 @@ SHARED = {
     "h2o_value_norm": lambda budget: policies.AdaKV(policies.H2O(budget=budget, recent=2, value_norm=True), 0.5),
     "tova": lambda budget: policies.AdaKV(policies.TOVA(budget=budget, num_sink_tokens=0, recent=0), 0.0),
     "tova_values": lambda budget: policies.AdaKV(policies.TOVA(budget=budget, recent=3, protect_values=0.25)),
-    "lagkv": lambda budget: policies.AdaKV(policies.LagKV(budget=budget, lag_size=4, recent=4)),
     "expected_attention": lambda budget: policies.AdaKV(policies.ExpectedAttention(budget=budget, recent=3, n_future_positions=16), 0.1),
     "custom": lambda budget: policies.AdaKV(policies.Custom(function=lambda t: t.score * t.value_norm, budget=budget, recent=2)),
 }
 """Policies whose heads share the budget: `SHARED[name](budget)`."""
 
-CUT_FREE = ["sink_window", "sliding_window", "lagkv", "knorm", "random"]
+CUT_FREE = ["sink_window", "sliding_window", "knorm", "random"]
 """Those whose tokens do not depend on how a text is cut into steps."""
 
 

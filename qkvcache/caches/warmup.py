@@ -42,7 +42,7 @@ def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[
     prompt = cache._layer_options["num_sink_tokens"] + cache._layer_options["residual_length"] + GROUP + PAGE
     policy = cache.policy
     if policy is not None:
-        prompt += policy.lag_length + policy.num_sink_tokens + PAGE
+        prompt += policy.num_sink_tokens + PAGE
     for rows in (2, 1) if padded else (1,):
         fresh = copy.deepcopy(cache)
         fresh.reset()

@@ -71,7 +71,7 @@ class EvictingLayer(CompressedLayer):
         compile: bool = False,
     ):
         if max_length is not None:  # no storage for tokens that cannot come
-            budget = Budget(min(budget.tokens, max(max_length, policy.num_sink_tokens + policy.lag_length + 1)))
+            budget = Budget(min(budget.tokens, max(max_length, policy.num_sink_tokens + 1)))
         exact = isinstance(format, Identity)
         self.rotates_sinks = getattr(policy, "positions", "original") == "cache"
         sinks = 0 if exact else min(num_sink_tokens, policy.num_sink_tokens)
@@ -82,9 +82,7 @@ class EvictingLayer(CompressedLayer):
         self.policy, self.budget, self.rope, self.deferred = policy, budget, rope, deferred
         self.interval = policy.interval_of(budget)
         smallest = policy.size(budget, 0)  # also for a share: rows differ in length and must not depend on one another
-        self.lag_length = max(
-            policy.lag_length, min(self.residual_length, policy.recent_of(smallest), smallest - self.num_sink_tokens - self.interval + 1)
-        )
+        self.residual_length = min(self.residual_length, policy.recent_of(smallest), smallest - self.num_sink_tokens - self.interval + 1)
         self.step: Step | None = None
         self.projection: OutputProjection | None = None
         self.read_twice = False
@@ -95,7 +93,7 @@ class EvictingLayer(CompressedLayer):
 
     def make_storage(self, like: Pair) -> EvictingStorage:  # type: ignore[override]
         codecs, in_order = (self.format.key, self.format.value), not self.num_sink_tokens and isinstance(self.format, Identity)
-        sizes = self.num_sink_tokens, self.lag_length, self.interval
+        sizes = self.num_sink_tokens, self.residual_length, self.interval
         return EvictingStorage(codecs, like, self.policy, self.budget, *sizes, in_order, self.max_length, self.rope)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[CompressedKV, CompressedKV]:  # type: ignore[override]
@@ -210,7 +208,7 @@ class EvictingLayer(CompressedLayer):
             self.projection = OutputProjection.of(module, query.shape[1], values.shape[3])
         queries = query.detach() if policy.needs_queries and query is not None else None
         rope, gram = self.rope if policy.needs_rope else None, self.projection.gram if self.projection else None
-        return Arrivals(keys, values, keys, values, step.is_valid, queries=queries, scaling=scaling, rope=rope, output_gram=gram)
+        return Arrivals(keys, values, step.is_valid, queries=queries, scaling=scaling, rope=rope, output_gram=gram)
 
     @torch.no_grad()
     def end_attention(self, attention_sums: Tensor | None) -> None:

@@ -11,7 +11,6 @@ from .h2o import H2O
 from .head_profile import HeadProfile
 from .keys import KeyDiff, Knorm
 from .kvzip import KVzip
-from .lagkv import LagKV
 from .random import Random
 from .snapkv import SnapKV
 from .tova import TOVA
@@ -25,7 +24,6 @@ REGISTRY: dict[str, type[Policy]] = {
     "tova": TOVA,
     "snapkv": SnapKV,
     "keydiff": KeyDiff,
-    "lagkv": LagKV,
     "expected_attention": ExpectedAttention,
     "kvzip": KVzip,
     "knorm": Knorm,
@@ -80,7 +78,6 @@ __all__ = [
     "KVzip",
     "KeyDiff",
     "Knorm",
-    "LagKV",
     "Policy",
     "Random",
     "Rotation",

@@ -38,13 +38,11 @@ class Rotation(Protocol):
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Tokens to score, with `keys` and `values` `[B, H, T, D]`: the tokens of a step, or with a `lag_length` those that
-    leave the residual. Fields that the policy does not need are None.
+    """The tokens of a step, with `keys` and `values` `[B, H, T, D]`. Fields that the policy does not need are None.
 
-    after_keys, after_values: `[B, H, T + N, D]`, keys and values of these tokens and of the tokens after them.
     is_valid: bool `[B, T]`, False for padding; None: no padding.
     positions: int32 `[B, T]`, the rank among the row's tokens that are not padding, which is also the position that
-        `generate` gives to the model; -1 for padding. None with a `lag_length`.
+        `generate` gives to the model; -1 for padding.
     begin: the position of the first token where no row has had padding; else None.
     seen: int64 `[B, 1, 1]`, the number of tokens that the row has seen, these included and padding left out.
     queries: `[B, Hq, T, D]`, the queries of the same tokens, with `needs_queries`.
@@ -59,8 +57,6 @@ class Arrivals:
 
     keys: Tensor
     values: Tensor
-    after_keys: Tensor
-    after_values: Tensor
     is_valid: Tensor | None = None
     positions: Tensor | None = None
     begin: int | None = None
@@ -217,11 +213,6 @@ class Policy(ABC):  # noqa: B024  (for `register`)
         return False
 
     @property
-    def lag_length(self) -> int:
-        """The number of later tokens for which a token waits, exact, before it gets its `score`."""
-        return 0
-
-    @property
     def decay(self) -> float:
         """The factor on a query's weight for each later query."""
         return 1.0
@@ -269,9 +260,9 @@ class Policy(ABC):  # noqa: B024  (for `register`)
         return None
 
     def arrive(self, statistics: dict[str, Tensor], tokens: Arrivals) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Returns the statistics of a layer after the tokens of a step, tensors `[B, ...]` by name, and without a
-        `lag_length` the scores of these tokens. `statistics`: those before the step; empty before the first token."""
-        return statistics, None if self.lag_length else self.score(tokens)
+        """Returns the statistics of a layer after the tokens of a step, tensors `[B, ...]` by name, and the scores of
+        these tokens. `statistics`: those before the step; empty before the first token."""
+        return statistics, self.score(tokens)
 
     def observe(self, score: Tensor, attention_sums: Tensor, queries: Tensor | int) -> Tensor:
         """Returns the scores after a step. `attention_sums` `[B, H, T]`: the attention to each token, summed over the

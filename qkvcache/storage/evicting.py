@@ -40,7 +40,6 @@ from ..kernels import (
     evict_token,
     gather_columns,
     give_handle,
-    read,
 )
 from ..kernels.pages import COLUMNS, RING_ROW, RING_START, RING_TOKENS, SINK_ROW, SINKS
 from ..policies import Arrivals, Budget, Policy, Rotation
@@ -69,7 +68,7 @@ class EvictingStorage(LayerStorage):
     each.
 
     Args:
-        lag_length: number of last tokens that stay exact; tokens leave the residual in groups of at least `interval`.
+        residual_length: number of last tokens that stay exact; tokens leave the residual in groups of at least `interval`.
         in_order: columns are in token order while nothing has been evicted.
         max_length: the most tokens that may be seen.
         rope: the model's rotary embedding, for policies that need it.
@@ -82,7 +81,7 @@ class EvictingStorage(LayerStorage):
         policy: Policy,
         budget: Budget,
         num_sink_tokens: int,
-        lag_length: int,
+        residual_length: int,
         interval: int,
         in_order: bool,
         max_length: int | None = None,
@@ -90,7 +89,7 @@ class EvictingStorage(LayerStorage):
     ):
         self.rope = rope
         self.codecs, self.policy, self.budget, self.max_length = codecs, policy, budget, max_length
-        self.num_sink_tokens, self.lag_length, self.interval = num_sink_tokens, lag_length, interval
+        self.num_sink_tokens, self.residual_length, self.interval = num_sink_tokens, residual_length, interval
         self.ordered = in_order
         self.static: StaticLayout | None = None
         self._start((like[0][:, :, :0].detach().clone(), like[1][:, :, :0].detach().clone()))
@@ -117,7 +116,7 @@ class EvictingStorage(LayerStorage):
     @property
     def slots(self) -> int:
         """Slots for quantized tokens in the static layout."""
-        return self.policy.size(self.budget, 0) - self.num_sink_tokens - self.lag_length
+        return self.policy.size(self.budget, 0) - self.num_sink_tokens - self.residual_length
 
     @property
     def stored(self) -> int:
@@ -180,9 +179,9 @@ class EvictingStorage(LayerStorage):
             self.tokens.calibrate(self.residual, is_valid)
         if not self.sinks_full:
             self._fill_sinks()
-        if metadata.has_gaps and (self.lag_length or self.num_sink_tokens or metadata.ragged):
+        if metadata.has_gaps and (self.residual_length or self.num_sink_tokens or metadata.ragged):
             self._align_right()
-        leaving = self.residual[0].shape[2] - self.lag_length
+        leaving = self.residual[0].shape[2] - self.residual_length
         if leaving >= self.interval:
             self._quantize(leaving)
         # The residual must neither be a tensor of the caller nor keep a larger tensor alive.
@@ -233,8 +232,6 @@ class EvictingStorage(LayerStorage):
         metadata, residual = self.metadata, self.residual
         leaving = residual[0][:, :, :count], residual[1][:, :, :count]
         fields = {name: x[..., :count] for name, x in metadata.residual.items()}
-        if self.policy.lag_length and (score := self.policy.score(Arrivals(*leaving, *residual))) is not None:
-            fields["score"] = score.float()
         limit: int = self._region_limit(metadata.columns)
         row_limits: Tensor | None = None
         if self.budget.share and metadata.row_lengths is not None:
@@ -273,24 +270,24 @@ class EvictingStorage(LayerStorage):
         """Quantized tokens that a head may hold after `seq_length` tokens, an int or `[B, 1, 1]`: the tokens that the
         policy protects, and the rest of the budget times `weight / ONE`. `weight`: an int or int64 `[B, H, 1]`."""
         protected, rest = self.policy.protected_and_rest(self.budget, seq_length)
-        found = protected - self.num_sink_tokens - self.lag_length + times(rest, weight)
+        found = protected - self.num_sink_tokens - self.residual_length + times(rest, weight)
         return found * (found > 0)
 
     def _guaranteed(self, limit: Any) -> Any:
         """Quantized tokens of `limit` that each head is guaranteed: its guaranteed share less its exact tokens."""
-        exact = self.num_sink_tokens + self.lag_length
+        exact = self.num_sink_tokens + self.residual_length
         count = share_of(self.policy.alpha_safeguard or 0.0, limit + exact) - exact
         return max(count, 0) if isinstance(count, int) else count.clamp_min(0)
 
     def _region_limit(self, seq_length: Count) -> Count:
         """Quantized tokens within the budget after `seq_length` tokens; a tensor for a tensor."""
-        return self.policy.size(self.budget, seq_length) - (self.num_sink_tokens + self.lag_length + self.interval - 1)
+        return self.policy.size(self.budget, seq_length) - (self.num_sink_tokens + self.residual_length + self.interval - 1)
 
     def simulate(self, prompt: int, seq_length: int, query_heads: int) -> None:
         """Allocates the storage of `seq_length` tokens, of which `prompt` came at once and the others one by one. If
         heads share a budget, it is the largest that they may need; if layers share one, the largest mean over all
         layers. Nothing is stored: for planning, on the meta device."""
-        exact, interval = self.num_sink_tokens + self.lag_length, self.interval
+        exact, interval = self.num_sink_tokens + self.residual_length, self.interval
         first = prompt - exact if prompt - exact >= interval else 0  # tokens that the prompt moves out of the residual
         groups = max(seq_length - exact - first, 0) // interval
 
@@ -338,7 +335,7 @@ class EvictingStorage(LayerStorage):
         accumulated attention of all columns, `[B, H, T]`, if the policy observes attention. `is_valid`: as in the
         step's `append_token`."""
         layout: StaticLayout = self.static  # type: ignore[assignment]
-        ring, slots = self.lag_length + 1, self.slots
+        ring, slots = self.residual_length + 1, self.slots
         at = (layout.row_lengths % ring)[:, None]  # the token itself in a row whose token is padding
         queries = 1 if is_valid is None else is_valid.long()[:, :, None]
         attention_sums = None if attention_sums is None else attention_sums[..., self.num_sink_tokens :]
@@ -346,26 +343,12 @@ class EvictingStorage(LayerStorage):
         if attention_sums is not None:
             fields["score"] = self.policy.observe(fields["score"], attention_sums, queries)
         leaving = {name: gather_columns(x, slots + at) for name, x in fields.items()}
-        score = self._score_of_oldest(layout, at) if self.policy.lag_length else None
-        if score is not None:
-            leaving["score"] = score
         order = self.metadata.order({name: torch.cat([x[..., :slots], leaving[name]], dim=-1) for name, x in fields.items()})
         slot = evict_token(layout, order)
-        if "score" in fields:
+        if attention_sums is not None:
             moved, scores = slot[..., None] == torch.arange(slots + ring, device=at.device), layout.records["score"]
-            if attention_sums is not None:
-                scores.copy_(
-                    self.policy.observe(scores, torch.where(moved, gather_columns(attention_sums, slots + at), attention_sums), queries)
-                )
-            if score is not None:
-                scores.copy_(torch.where(moved, score, scores))
-
-    def _score_of_oldest(self, layout: StaticLayout, at: Tensor) -> Tensor | None:
-        """The score, fp32 `[B, H, 1]`, of the token in column `at` `[B, 1]` of the ring, from the tokens after it."""
-        order = (at + torch.arange(self.lag_length + 1, device=at.device)) % (self.lag_length + 1)
-        after = [gather_columns(read(x), order) for x in layout.ring]
-        score = self.policy.score(Arrivals(after[0][:, :, :1], after[1][:, :, :1], after[0], after[1]))
-        return None if score is None else score.float()
+            sums = torch.where(moved, gather_columns(attention_sums, slots + at), attention_sums)
+            scores.copy_(self.policy.observe(scores, sums, queries))
 
     @torch.no_grad()
     def to_static(self) -> None:
@@ -378,7 +361,7 @@ class EvictingStorage(LayerStorage):
         if self.static is None or differ(self.static.ring[0], self.sinks[0]):
             with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
                 self.static = self._allocate(self.sinks)
-        layout, ring, residual = self.static, self.lag_length + 1, self.residual[0].shape[2]
+        layout, ring, residual = self.static, self.residual_length + 1, self.residual[0].shape[2]
         if layout.inputs.pages is not tokens.pages:
             layout.attention_inputs = self.static_inputs(layout.inputs.sinks, layout.ring)
             layout.inputs = layout.attention_inputs.paged or layout.inputs
@@ -418,7 +401,7 @@ class EvictingStorage(LayerStorage):
 
     def _allocate(self, like: Pair) -> StaticLayout:
         batch, heads = like[0].shape[:2]
-        device, slots, ring = self.device, self.slots, self.lag_length + 1
+        device, slots, ring = self.device, self.slots, self.residual_length + 1
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(batch, *shape, dtype=dtype, device=device)
@@ -437,9 +420,9 @@ class EvictingStorage(LayerStorage):
         if not self.is_static:
             return
         self.sync_counts()
-        metadata, residual = self.metadata, min(self.lag_length, self.seq_length)
+        metadata, residual = self.metadata, min(self.residual_length, self.seq_length)
         number = self.static.row_lengths[:, None] - residual + torch.arange(residual, device=self.device)  # type: ignore[union-attr]
-        order = number % (self.lag_length + 1)
+        order = number % (self.residual_length + 1)
         self.residual = gather_columns(self.residual[0], order), gather_columns(self.residual[1], order)
         metadata.residual = {name: gather_columns(x, order) for name, x in metadata.residual.items()}
         metadata.residual["positions"] = metadata.residual["positions"].masked_fill((number < 0)[:, None], -1)

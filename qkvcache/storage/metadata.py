@@ -121,7 +121,7 @@ class TokenMetadata:
         positions = newest - count + torch.arange(count, device=newest.device)
         keys, values = (torch.cat(x, dim=2) for x in zip(*((step.keys, step.values) for step in steps), strict=True))
         queries = None if steps[0].queries is None else torch.cat([given(step.queries, "queries") for step in steps], dim=2)
-        tokens = replace(steps[-1], keys=keys, values=values, after_keys=keys, after_values=values, queries=queries, single=True)
+        tokens = replace(steps[-1], keys=keys, values=values, queries=queries, single=True)
         begin = self.columns - count if self.row_lengths is None else None
         self._describe(self._residual, replace(tokens, positions=positions.int(), begin=begin, seen=positions[:, None] + 1))
 
@@ -143,7 +143,7 @@ class TokenMetadata:
         keys, values = (x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in like)
         queries = keys.new_zeros(keys.shape[0], query_heads, 1, keys.shape[3])
         position = torch.zeros(keys.shape[0], 1, dtype=torch.int32, device=keys.device)
-        step = Arrivals(keys, values, keys, values, None, position, None, self.lengths(), queries=queries, scaling=1.0, rope=self.rope)
+        step = Arrivals(keys, values, None, position, None, self.lengths(), queries=queries, scaling=1.0, rope=self.rope)
         self.statistics, _ = self.policy.arrive({}, step)
         if self.policy.shares_layers:
             self.head_weights = torch.zeros(*keys.shape[:2], 1, dtype=torch.int64, device=keys.device)

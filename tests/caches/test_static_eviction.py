@@ -23,7 +23,6 @@ POLICIES = {
     "snapkv": policies.SnapKV(budget=32, window_size=4, kernel_size=3, interval=1),
     "keydiff": policies.KeyDiff(budget=32, interval=1),
     "knorm": policies.Knorm(budget=32, interval=1),
-    "lagkv": policies.LagKV(budget=32, lag_size=4, recent=8, interval=1),
     "random": policies.Random(budget=32, interval=1),
     "expected_attention": policies.ExpectedAttention(budget=32, recent=8, n_future_positions=16, interval=1),
     "h2o_critical": policies.CriticalKV(policies.H2O(budget=32, recent=8, interval=1)),
@@ -87,7 +86,7 @@ def test_turns_and_steps(name, format, sizes, model):
     assert static.stored_length() == min(sum(sizes), 32) and static.get_seq_length() == sum(sizes)
 
 
-@pytest.mark.parametrize("name", slowly(POLICIES, ["h2o", "snapkv", "lagkv", "sink_window"]))
+@pytest.mark.parametrize("name", slowly(POLICIES, ["h2o", "snapkv", "keydiff", "sink_window"]))
 def test_padding_to_the_left_and_rows_that_end(name, model):
     sizes = (40, *[1] * 20, 6, 1)
     ids = text(3, sum(sizes), 2)

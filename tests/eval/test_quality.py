@@ -15,11 +15,11 @@ def study():
 def test_rows_tables_and_pictures(study, tmp_path, capsys):
     quality, pictures = study
     file = tmp_path / "rows.jsonl"
-    small = "--context 300 --passages 2 --read-on 4 --cases 2 --formats int8 turboquant_3bit_nc --policies lagkv --budgets 0.3"
+    small = "--context 300 --passages 2 --read-on 4 --cases 2 --formats int8 turboquant_3bit_nc --policies keydiff --budgets 0.3"
     quality.main([*small.split(), "--facts-in", "200", "--out", str(file)])
     rows = read_rows(file)
     names = ["DynamicCache", *["int8"] * 2, *["turboquant_3bit_nc"] * 2]
-    names += ["turboquant_4bit_nc + lagkv 30%"]
+    names += ["turboquant_4bit_nc + keydiff 30%"]
     assert [pictures.name_of(row) for row in rows] == names
     dense, int8, alone, *_ = rows
     assert dense["kl"] == pytest.approx(0, abs=1e-6) and dense["ratio"] == 1 and dense["recall_unseen"] == 1

@@ -15,7 +15,6 @@ from qkvcache.policies import (
     ExpectedAttention,
     KeyDiff,
     KVzip,
-    LagKV,
     Random,
     SinkWindow,
     SnapKV,
@@ -25,7 +24,7 @@ from tests.matrix import slowly
 
 POLICIES = [
     H2O(budget=64), H2O(budget=64, decay=0.9), TOVA(budget=64), CriticalKV(TOVA(budget=64)), SnapKV(budget=64),
-    KeyDiff(budget=64), LagKV(budget=64, lag_size=16, recent=16), Random(budget=64), SinkWindow(window_length=60),
+    KeyDiff(budget=64), Random(budget=64), SinkWindow(window_length=60),
     ExpectedAttention(budget=64, recent=16),
 ]  # fmt: skip
 of_policy = pytest.mark.parametrize("policy", POLICIES, ids=str)

@@ -58,9 +58,7 @@ SOME = slowly(MIXTURES, {("int8", None), ("turboquant_3bit_nc", None), ("fp8", "
 def test_the_batch_size_changes_nothing(mixture, scoring):
     format, policy = mixture
     options = {"cache": format, "policy": policy, "budget": policy and 20, "scoring": scoring} | SHORT
-    if policy == "lagkv":
-        options |= {"budget": 300}
-    elif policy == "expected_attention":  # whose default protects more recent tokens
+    if policy == "expected_attention":  # whose default protects more recent tokens
         options |= {"recent": 4}
     one, seven = (score(cached(batch_size=batch, **options)) for batch in (1, 7))
     torch.testing.assert_close(one, seven, atol=1e-5, rtol=1e-5)

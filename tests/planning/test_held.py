@@ -235,7 +235,7 @@ def drive_static(config, prompt: int, steps: int, rows: int, **options) -> Compr
             if isinstance(layer, EvictingLayer):
                 fixed = layer.is_static and tokens == 1
                 layer.begin_attention(None, queries, 1.0, projection(shape))
-                columns = layer.num_sink_tokens + layer.storage.slots + layer.lag_length + 1 if fixed else layer.stored + tokens
+                columns = layer.num_sink_tokens + layer.storage.slots + layer.residual_length + 1 if fixed else layer.stored + tokens
                 attention_sums = torch.rand(rows, shape.heads, columns) if layer.policy.observation_window else None
                 layer.end_attention(attention_sums)
     return cache

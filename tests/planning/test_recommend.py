@@ -34,7 +34,7 @@ def test_the_call_makes_what_was_planned(choice):
     assert cache.format == REGISTRY[choice.format or "identity"] and cache.policy == choice.policy
     planned = CompressedCache(SMALL, format=choice.format, policy=choice.policy)
     for layer, of_plan in zip(cache.layers, planned.layers, strict=True):
-        names = ("num_sink_tokens", "residual_length", "budget", "interval", "lag_length")
+        names = ("num_sink_tokens", "residual_length", "budget", "interval")
         assert [getattr(layer, name, None) for name in names] == [getattr(of_plan, name, None) for name in names]
     if choice is not module.STREAM and not choice.second_reading:
         assert made(choice.call[:-1] + ", max_length=2000)", SMALL).max_length == 2000

@@ -151,9 +151,6 @@ class Head:
                 self.score[p] = self.observed(self.score[p], float(self.attention_sums[number, p]), queries)
         elif self.kind in ("Knorm", "KeyDiff"):
             self.score |= {p: self.of_key(p) for p in new}
-        elif self.kind == "LagKV":
-            lag = self.policy.lag_size
-            self.score |= {p: self.spread(self.keys, p, lag) + self.spread(self.values, p, lag) for p in range(self.seen - lag)}
         elif self.kind == "ExpectedAttention":
             self.score |= self.expected(new)
         self.waiting += end - begin
@@ -208,12 +205,6 @@ class Head:
                     weight = math.exp(linear + quadratic) / known["sum", group] * count
                 score[p] += (weight + policy.epsilon * count) * float(self.values[p].norm()) / GROUPS
         return score
-
-    @staticmethod
-    def spread(x: Tensor, p: int, lag: int) -> float:
-        after = x[p + 1 : p + 1 + lag]
-        low, high = after.min(0).values, after.max(0).values
-        return float(((x[p] - low) / (high - low)).std())
 
     def ranks(self) -> dict[int, float]:
         policy = self.policy

@@ -24,7 +24,6 @@ from qkvcache.policies import (
     KeyDiff,
     Knorm,
     KVzip,
-    LagKV,
     Policy,
     Random,
     SinkWindow,
@@ -38,7 +37,7 @@ from qkvcache.policies import (
 from tests.matrix import model
 
 WRONG = [
-    *[(kind, {"budget": 0}, ValueError, "budget=0") for kind in (H2O, TOVA, SnapKV, KeyDiff, LagKV, Knorm, Random)],
+    *[(kind, {"budget": 0}, ValueError, "budget=0") for kind in (H2O, TOVA, SnapKV, KeyDiff, Knorm, Random)],
     *[
         (H2O, {"budget": x}, ValueError, f"budget={x}: must be 1 or more tokens (int), or a share above 0 and below 1 (float)")
         for x in (0, -3, 0.0, 1.5)
@@ -80,9 +79,6 @@ WRONG = [
     (SnapKV, {"window_size": 2.0}, TypeError, "2.0"),
     (SnapKV, {"kernel_size": 4}, ValueError, "kernel_size=4"),
     (SnapKV, {"kernel_size": 0}, ValueError, "kernel_size=0"),
-    (LagKV, {"lag_size": 1}, ValueError, "lag_size=1"),
-    (LagKV, {"lag_size": 64, "recent": 32}, ValueError, "recent=32"),
-    (LagKV, {"budget": 0.2, "recent": 0.2, "lag_size": 8}, ValueError, "lag_size=8"),
     (SinkWindow, {"window_length": 0}, ValueError, "window_length=0"),
     (SinkWindow, {"window_length": 8, "interval": 9}, ValueError, "interval=9"),
     (SinkWindow, {"positions": "none"}, ValueError, "positions='none'"),
@@ -110,7 +106,7 @@ WRAPPED = [
     (lambda: AdaKV(0.2), TypeError, "AdaKV wraps a policy such as SnapKV(budget=1024), got 0.2"),
     (lambda: CriticalKV("snapkv"), TypeError, "got 'snapkv'"),
     (lambda: AdaKV(SinkWindow()), ValueError, "AdaKV: the scores of SinkWindow are not attention weights"),
-    (lambda: CriticalKV(KeyDiff()), ValueError, "whose scores are: Custom, ExpectedAttention, H2O, KVzip, LagKV, SnapKV, TOVA"),
+    (lambda: CriticalKV(KeyDiff()), ValueError, "whose scores are: Custom, ExpectedAttention, H2O, KVzip, SnapKV, TOVA"),
     (lambda: AdaKV(H2O(), alpha_safeguard=1.5), ValueError, "alpha_safeguard=1.5: must be a share of the budget, from 0 to 1"),
     (lambda: AdaKV(H2O(), alpha_safeguard=math.nan), ValueError, "alpha_safeguard=nan"),
     (lambda: AdaKV(H2O(), alpha_safeguard=True), TypeError, "alpha_safeguard must be a share of the budget (float), got True"),

@@ -7,7 +7,7 @@ from recording import prompt_attention
 from qkvcache.attention.rope import Rope
 from qkvcache.formats import resolve
 from qkvcache.layers.evicting import EvictingLayer
-from qkvcache.policies import H2O, AdaKV, CriticalKV, ExpectedAttention, KeyDiff, LagKV, SnapKV
+from qkvcache.policies import H2O, AdaKV, CriticalKV, ExpectedAttention, KeyDiff, SnapKV
 from tests.policies.oracle import Projection
 from tests.seeds import SEED
 
@@ -16,7 +16,6 @@ HEADS, GROUPS, DIM, TOKENS, BUDGET = 2, 2, 32, 700, 200
 ROPE = Rope(10000.0 ** -(torch.arange(DIM // 2) / (DIM // 2)), interleaved=False)
 POLICIES = [
     KeyDiff(budget=BUDGET),
-    LagKV(budget=BUDGET, lag_size=32, recent=32),
     ExpectedAttention(budget=BUDGET, recent=16),
     H2O(budget=BUDGET),
     CriticalKV(SnapKV(budget=BUDGET, recent=16)),

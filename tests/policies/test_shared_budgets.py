@@ -51,7 +51,7 @@ def test_the_budget_holds_and_each_head_has_its_share(name):
 def test_heads_are_guaranteed_different_shares(monkeypatch, text, guaranteed):
     """Also more tokens than a row has, which others then take."""
     own = torch.tensor(guaranteed)[None, :, None]
-    monkeypatch.setattr(EvictingStorage, "_guaranteed", lambda self, _: (own - self.num_sink_tokens - self.lag_length).clamp_min(0))
+    monkeypatch.setattr(EvictingStorage, "_guaranteed", lambda self, _: (own - self.num_sink_tokens - self.residual_length).clamp_min(0))
     for zones in ({}, ZONES[0]):
         check(SHARED["snapkv"](14), TEXTS[text], guaranteed, **zones)
 
@@ -67,7 +67,7 @@ def test_a_share_of_everything_is_a_budget_for_each_head(name, format):
 
 @pytest.mark.parametrize("format", COVER)
 def test_every_format_keeps_what_the_exact_one_keeps(format):
-    policy = SHARED["lagkv"](16)
+    policy = SHARED["expected_attention"](16)
     expected = [held(layer) for layer in drive(policy, TEXTS["chunked"])]
     for zones in ZONES[:2]:
         assert [held(layer) for layer in drive(policy, TEXTS["chunked"], format, **zones)] == expected
