@@ -29,7 +29,6 @@ from qkvcache.policies.budget import MOST_INTERVAL
 
 ROWS = [
     *(name for name, kind in policies.REGISTRY.items() if not issubclass(kind, policies.SinkWindow)),
-    "snapkv_critical",
     "snapkv_adakv",
     "snapkv_heads",
 ]
@@ -37,8 +36,6 @@ ROWS = [
 
 
 def policy_of(row: str, budget: int, heads: int) -> policies.Policy:
-    if row == "snapkv_critical":
-        return policies.CriticalKV(policies.SnapKV(budget=budget, recent=min(64, budget // 4)))
     if row == "snapkv_adakv":
         return policies.AdaKV(policies.SnapKV(budget=budget, recent=min(64, budget // 4)))
     if row == "snapkv_heads":  # a third of the heads retains most, as of a real model

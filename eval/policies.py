@@ -66,8 +66,7 @@ def variants() -> dict[str, dict]:
     for name in ("h2o", "snapkv", "tova", "keydiff", "knorm"):
         found[f"{name}, recent {RECENT}"] = {"recent": RECENT}
     for name in ("snapkv", "expected_attention"):
-        found[f"{name}, critical"] = {"wrapper": policies.CriticalKV}
-        found[f"{name}, adakv"] = {"wrapper": policies.AdaKV}
+        found[f"{name}, adakv"] = {"alpha_safeguard": 0.2}
     found["kvzip, normalized"] = {"kvzip_plus_normalization": True}
     found["kvzip, each head"] = {"alpha_safeguard": None}
     for name in ("h2o", "snapkv", "tova", "keydiff", "expected_attention", "knorm", "random"):
@@ -82,8 +81,6 @@ VARIANTS = variants()
 def policy_of(name: str, size: int, total: int, profile: Callable[[], policies.HeadProfile]) -> Policy:
     """The policy of a row's name that keeps `size` of `total` tokens."""
     base, options = name.split(",")[0], dict(VARIANTS[name])
-    if wrapper := options.pop("wrapper", None):
-        return wrapper(policies.named(base, budget=size))
     if options.pop("heads", False):
         return type(policies.resolve(base))(budget=profile().budget(size, share=size / total), **options)
     return policies.named(base, budget=size - 4 if base == "sink_window" else size, **options)

@@ -36,11 +36,10 @@ def prompt_attention(policy: Policy, query: Tensor, keys: Tensor, values: Tensor
 
 @dataclass(frozen=True)
 class Call:
-    """The inputs of one layer's attention: queries `[B, Hq, T, D]`, the factor on `q k`, and the attention module."""
+    """The inputs of one layer's attention: queries `[B, Hq, T, D]` and the factor on `q k`."""
 
     query: Tensor
     scaling: float
-    module: torch.nn.Module
 
 
 class Recorded(Prefilled):
@@ -85,7 +84,7 @@ class Recorded(Prefilled):
             cache.update(dense.keys, dense.values, index)
             layer = cache.layers[index]
             if isinstance(layer, EvictingLayer):
-                layer.begin_attention(None, call.query, call.scaling, call.module)
+                layer.begin_attention(None, call.query, call.scaling)
                 layer.end_attention(self.observed(index, layer.policy))
         return cache
 
@@ -100,9 +99,9 @@ class RecordingLayer(EvictingLayer):
         self.given = key_states, value_states
         return super().update(key_states, value_states, *args, **kwargs)
 
-    def begin_attention(self, is_valid: Tensor | None, query: Tensor, scaling: float, module: torch.nn.Module) -> Tensor | None:
-        self.call = Call(query, scaling, module)
-        return super().begin_attention(is_valid, query, scaling, module)
+    def begin_attention(self, is_valid: Tensor | None, query: Tensor, scaling: float) -> Tensor | None:
+        self.call = Call(query, scaling)
+        return super().begin_attention(is_valid, query, scaling)
 
 
 class RecordingCache(CompressedCache):
@@ -130,5 +129,5 @@ def record(model: PreTrainedModel, ids: Tensor) -> tuple[Recorded, Tensor]:
     for index, layers in enumerate(zip(*(part.layers for part in parts), strict=True)):
         cache.update(*(torch.cat(side) for side in zip(*(layer.given for layer in layers), strict=True)), index)
         call = layers[0].call
-        cache.calls.append(Call(torch.cat([layer.call.query for layer in layers]), call.scaling, call.module))
+        cache.calls.append(Call(torch.cat([layer.call.query for layer in layers]), call.scaling))
     return cache, torch.cat(logits)

@@ -23,7 +23,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from .caches import CompressedCache
 from .formats import Codec, Codes, Format
 from .policies import Policy, Tokens
-from .policies.wrappers import Wrapper
 
 Check = Callable[[Format, int], None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -349,8 +348,6 @@ class _Reader:
 
 def _watched(policy: Policy) -> Policy:
     """`policy`, with checks of what `priority` returns."""
-    if isinstance(policy, Wrapper):
-        return dataclasses.replace(policy, policy=_watched(policy.policy))
 
     class Watched(type(policy)):  # type: ignore[misc]
         def priority(self, tokens: Tokens) -> Tensor:

@@ -132,7 +132,6 @@ POLICIES = {
     "random": lambda budget: policies.Random(budget=budget, recent=2),
     "expected_attention": lambda budget: policies.ExpectedAttention(budget=budget, recent=3, n_future_positions=16),
     "expected_attention_epsilon": lambda budget: policies.ExpectedAttention(budget=budget, recent=2, n_future_positions=9, epsilon=0.1),
-    "tova_critical": lambda budget: policies.CriticalKV(policies.TOVA(budget=budget, num_sink_tokens=1, recent=2)),
     "custom": lambda budget: policies.Custom(function=lambda tokens: tokens.score * tokens.value_norm, budget=budget, recent=2),
 }
 """Policies with every option, of an interval of 1: `POLICIES[name](budget)`, of 12 tokens at least."""

@@ -49,7 +49,7 @@ def attend_observed(
     new = new_tokens(implementation, mask, batch, queries, query.device)
     options, policy = kernel_options(implementation, query, kwargs), observer.policy
     in_order, paged = observer.in_order or tokens == queries, key.attention_inputs.by_head
-    observer.begin_attention(new.is_valid, query, options["scaling"], module)
+    observer.begin_attention(new.is_valid, query, options["scaling"])
     valid = functools.cache(observer.valid_columns)  # not computed for attention over pages
     observed = _query_weights(policy.observation_window, policy.decay, new.is_valid, query)
     last = _last(policy.observation_window, new.is_valid, queries)
@@ -131,7 +131,7 @@ def _attend_static(
     new = mask_of_new(implementation, mask, batch, 1, query.device)
     is_valid = None if new is None else sees_itself(new, batch)
     options, policy = kernel_options(implementation, query, kwargs), observer.policy
-    shown = observer.begin_attention(is_valid, query, options["scaling"], module)[:, None, None]  # type: ignore[index]
+    shown = observer.begin_attention(is_valid, query, options["scaling"])[:, None, None]  # type: ignore[index]
     weights: Tensor | None = None
     attention_sums: Tensor | None = None
     observed = query.new_ones(batch, 1, dtype=torch.bool) if is_valid is None else is_valid

@@ -7,6 +7,7 @@ import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Never
 
 import torch
@@ -354,7 +355,7 @@ class CompressedCache(DynamicCache):
         return self._new_evicting(formats.Identity(), whole, whole.budgets[0], **states)
 
     def _new_evicting(self, format: Format, policy: Policy, budget: Budget, **options) -> EvictingLayer:
-        policy = policy.with_options(interval=1) if self.compile else policy
+        policy = replace(policy, interval=1) if self.compile else policy
         options |= {"deferred": self._shares_keys, "max_length": self.max_length, "compile": self.compile}
         kind: Any = EvictingHybridLayer if "number_of_states" in options else EvictingLayer
         return kind(format, policy, budget, **options)

@@ -302,7 +302,7 @@ def _fill(layer: EvictingLayer, read: ReadingLayer, model: PreTrainedModel, is_v
         )
     layer.read_twice = True
     layer.update(keys, values)
-    layer.begin_attention(is_valid, read.query, None, read.module)
+    layer.begin_attention(is_valid, read.query)
     if weights is not None and layer.storage is not None:
         layer.storage.metadata.head_weights = weights.to(keys.device)
     if not layer.policy.second_reading:  # a layer that evicts nothing

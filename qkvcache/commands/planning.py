@@ -135,9 +135,7 @@ def recommend(
         found = planning.recommend(config, **options)  # type: ignore[arg-type]
     grid = Table(Column(), Column(overflow="fold"), show_header=False, title="recommended" if found.fits else "does not fit")
     first = [("cache", found.call), ("because", found.reason)]
-    for row in (
-        *(first if found.fits else reversed(first)), ("rule of thumb", found.guide), ("vLLM", found.vllm), ("SGLang", found.sglang)
-    ):  # fmt: skip
+    for row in (*(first if found.fits else reversed(first)), ("vLLM", found.vllm), ("SGLang", found.sglang)):
         grid.add_row(*row)
     output(found.as_json(), json_output, grid)
 

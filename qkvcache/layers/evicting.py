@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..attention.compressed_kv import CompressedKV
-from ..attention.projection import OutputProjection
 from ..attention.rope import Rope
 from ..formats import Format, Identity
 from ..kernels import AttentionInputs, Exact, Pair
@@ -84,7 +83,6 @@ class EvictingLayer(CompressedLayer):
         smallest = policy.size(budget, 0)  # also for a share: rows differ in length and must not depend on one another
         self.residual_length = min(self.residual_length, policy.recent_of(smallest), smallest - self.num_sink_tokens - self.interval + 1)
         self.step: Step | None = None
-        self.projection: OutputProjection | None = None
         self.read_twice = False
         """Whether the next tokens come with the scores of a second reading."""
 
@@ -176,17 +174,15 @@ class EvictingLayer(CompressedLayer):
         return storage.metadata.lengths()[:, 0, 0] - new
 
     @torch.no_grad()
-    def begin_attention(
-        self, is_valid: Tensor | None, query: Tensor | None = None, scaling: float | None = None, module: torch.nn.Module | None = None
-    ) -> Tensor | None:
+    def begin_attention(self, is_valid: Tensor | None, query: Tensor | None = None, scaling: float | None = None) -> Tensor | None:
         """Receives the step's tokens that are not padding, bool `[B, Q]` (None: all), and for policies that need them the queries
-        `[B, Hq, Q, D]`, the factor on `q k` and the attention module. For a step in the static layout, returns the columns that hold a
-        token, bool `[B, T]`."""
+        `[B, Hq, Q, D]` and the factor on `q k`. For a step in the static layout, returns the columns that hold a token, bool
+        `[B, T]`."""
         step, storage = self._running()
         if step.begun:  # by a layer that shares its keys with others
             return None
         step.begun, step.is_valid = True, is_valid
-        tokens = self._arrivals(step, query, scaling, module)
+        tokens = self._arrivals(step, query, scaling)
         if step.static:
             return storage.append_token(tokens)
         storage.metadata.append(tokens)
@@ -197,18 +193,14 @@ class EvictingLayer(CompressedLayer):
         None: all."""
         return self._running()[1].metadata.is_valid()
 
-    def _arrivals(self, step: Step, query: Tensor | None, scaling: float | None, module: torch.nn.Module | None) -> Arrivals:
+    def _arrivals(self, step: Step, query: Tensor | None, scaling: float | None) -> Arrivals:
         """The step's tokens, with the inputs that the policy needs."""
-        policy, keys, values = self.policy, step.keys, step.values
+        policy = self.policy
         if policy.needs_queries and query is None:
             raise NotImplementedError(f"{policy.name} needs the queries of each step, which this attention did not report")
-        if policy.needs_output_projection and self.projection is None:
-            if module is None or query is None:
-                raise NotImplementedError(f"{policy.name} needs the output projection, which this attention did not report")
-            self.projection = OutputProjection.of(module, query.shape[1], values.shape[3])
         queries = query.detach() if policy.needs_queries and query is not None else None
-        rope, gram = self.rope if policy.needs_rope else None, self.projection.gram if self.projection else None
-        return Arrivals(keys, values, step.is_valid, queries=queries, scaling=scaling, rope=rope, output_gram=gram)
+        rope = self.rope if policy.needs_rope else None
+        return Arrivals(step.keys, step.values, step.is_valid, queries=queries, scaling=scaling, rope=rope)
 
     @torch.no_grad()
     def end_attention(self, attention_sums: Tensor | None) -> None:

@@ -1,24 +1,21 @@
 """`recommend`: a choice of a cache, as code and in words.
 
-It follows the usual selection guide (short: FP8; medium: FP8 and H2O with half of the tokens; long: sinks, H2O with 30 % and FP8; streams:
-sinks and a window; chat: FP8 and shared prefixes) where measurements agree with it, and also names the guide's choice.
-The quoted KL divergences and recalls come from `eval/quality.py --model smollm2`: a model of 135 million parameters,
-8,064 tokens, facts in 1,000 to 8,000.
+Fewer bits come before fewer tokens, since they lose fewer facts. The quoted KL divergences and recalls come from
+`eval/quality.py --model smollm2` and `eval/policies.py`: one model of 135 million parameters, contexts up to 8,064 tokens.
 """
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedConfig
 
-from .. import policies
 from ..caches import CompressedCache
 from ..formats.base import check_option
-from ..policies import Policy, check_count
+from ..policies import KVzip, Policy, SinkWindow, SnapKV, check_count
 from .model import model_dtype, text_config, weights_bytes
 from .plan import DOES_NOT_FIT, Plan, in_words, plan
 
@@ -26,6 +23,7 @@ SHORT, LONG = 4096, 32_768
 """Tokens of context: a cache below SHORT is small beside the weights; from LONG on it is larger than the weights."""
 LEAST_RATIO = 1.05
 """The ratio to a DynamicCache below which compressing is not worthwhile."""
+WORKLOADS = ("facts", "question", "continue")
 VLLM = {
     "int8": "int8_per_token_head",
     "turboquant_k8v4": "turboquant_k8v4",
@@ -38,21 +36,12 @@ whose 4-bit formats run on Blackwell only."""
 
 @dataclass(frozen=True)
 class Choice:
-    """A cache, as the call that makes it, and the reason for it. In the call, `{tokens}` stands for a budget that is a
-    share of the context."""
+    """A cache, as the call that makes it, and the reason for it."""
 
     call: str
-    format: str | None
-    policy: Policy | None
     why: str
-
-    def at(self, context: int) -> Choice:
-        """The choice with its budget as a number of tokens, for `context` tokens."""
-        if self.policy is None or self.second_reading or not (budget := self.policy.budgets[0]).share or budget.heads:
-            return self
-        tokens = max(budget.size(context), 1)
-        policy = replace(self.policy, budget=tokens)  # type: ignore[call-arg]
-        return replace(self, call=self.call.format(tokens=f"{tokens:_}"), policy=policy)
+    format: str | None = None
+    policy: Policy | None = None
 
     @property
     def second_reading(self) -> bool:
@@ -75,12 +64,10 @@ class Choice:
 class Recommendation:
     """call: code that makes the cache from `config`, with public names of qkvcache, or DynamicCache of transformers.
     fits: whether `batch` requests fit into `gpu_memory`; if not, `reason` begins with it, and the cache is the smallest.
-    guide: the choice of the usual selection guide. vllm, sglang: the nearest flags of these engines, which retain every
-    token."""
+    vllm, sglang: the nearest flags of these engines, which retain every token."""
 
     call: str
     reason: str
-    guide: str
     plan: Plan
     vllm: str
     sglang: str
@@ -94,72 +81,88 @@ class Recommendation:
         return vars(self) | {"plan": self.plan.as_json()}
 
 
-INT8 = Choice('QuantizedPerTokenCache(config, dtype="int8")', "int8", None, "8 bits change next to nothing (KL .00004)")
-K8V4 = Choice(
-    'TurboQuantCache(config, preset="k8v4")', "turboquant_k8v4", None, "int8 keys and 4-bit values stay close (KL .0005)"
-)  # fmt: skip
+INT8 = Choice('QuantizedPerTokenCache(config, dtype="int8")', "8 bits change next to nothing (KL .00004)", "int8")
 FOUR_BITS = Choice(
-    "TurboQuantCache(config)", "turboquant_4bit_nc", None,
+    "TurboQuantCache(config)",
     "4 bits are as small as fp8 with half of the tokens evicted by H2O, and recall what the dense run does, where H2O recalls half of it "
     "(KL .0038)",
-)  # fmt: skip
-THREE_BITS = Choice(
-    "HadaQuantCache(config, key_bits=3, value_bits=3)", "hadaquant_k3v3", None,
-    "3 bits lose few facts (KL .017; 97 % of what the dense run recalls); calibrated by layer (`qkvcache calibrate`), the same bytes have "
-    "about half of the divergence",
-)  # fmt: skip
-THREE_AND_TWO = Choice(
-    "HadaQuantCache(config, key_bits=3, value_bits=2)", "hadaquant_k3v2", None,
-    "keys of 3 bits and values of 2 lose few facts (KL .030; 95 % of what the dense run recalls); calibrated by layer "
-    "(`qkvcache calibrate`), the same bytes have .4 to .8 of the divergence",
-)  # fmt: skip
-SNAPKV_50 = Choice(
-    'CompressedCache(config, format="turboquant_4bit_nc", policy=policies.SnapKV(budget={tokens}))',
-    "turboquant_4bit_nc", policies.SnapKV(budget=0.5),
-    "to go on with a text, 4 bits and half of the tokens stay close (KL .008, where H2O has .014); of facts that the dense run recalls, "
-    "less than half are left if they are asked for later, and seven of ten if the prompt ends with the question",
-)  # fmt: skip
-SNAPKV_25 = Choice(
-    'CompressedCache(config, format="turboquant_4bit_nc", policy=policies.SnapKV(budget={tokens}))',
-    "turboquant_4bit_nc", policies.SnapKV(budget=0.25),
-    "to go on with a text, 4 bits and a quarter of the tokens are the smallest that stay near (KL .032); facts are lost",
-)  # fmt: skip
+    "turboquant_4bit_nc",
+)
+WHOLE = (
+    INT8,
+    Choice('TurboQuantCache(config, preset="k8v4")', "int8 keys and 4-bit values stay close (KL .0005)", "turboquant_k8v4"),
+    FOUR_BITS,
+    Choice(
+        "HadaQuantCache(config, key_bits=3, value_bits=3)",
+        "3 bits lose few facts (KL .017; 97 % of what the dense run recalls); calibrated by layer (`qkvcache calibrate`), the same bytes "
+        "have about half of the divergence",
+        "hadaquant_k3v3",
+    ),
+    Choice(
+        "HadaQuantCache(config, key_bits=3, value_bits=2)",
+        "keys of 3 bits and values of 2 lose few facts (KL .030; 95 % of what the dense run recalls); calibrated by layer "
+        "(`qkvcache calibrate`), the same bytes have .4 to .8 of the divergence",
+        "hadaquant_k3v2",
+    ),
+)
+"""Choices that evict nothing, from the largest to the smallest. Formats whose KL divergence exceeds .05 on biased keys
+(tests/caches/test_biased.py) are left out, as 2 bits."""
+RECOMMENDED = tuple(choice.format for choice in WHOLE)
+DENSE = Choice(
+    "DynamicCache(config=config)",
+    "nothing grows enough to be worth compressing: the context is short, or the model's layers slide or are linear",
+)
 STREAM = Choice(
-    'SinkCache(config, window_length=1020, num_sink_tokens=4)', None,
-    policies.SinkWindow(window_length=1020, num_sink_tokens=4, positions="cache"),
+    "SinkCache(config, window_length=1020, num_sink_tokens=4)",
     "sinks and a window take constant memory, and perplexity stays flat over 200,000 tokens when sinks are read at positions of the cache; "
     "what left the window is gone",
-)  # fmt: skip
-
-
-def read_twice(share: float, why: str) -> Choice:
-    """A choice that evicts the tokens that the model does not need to repeat the context."""
-    return Choice(
-        f'CompressedCache(config, format="turboquant_4bit_nc", policy=policies.KVzip(budget={share}))',
-        "turboquant_4bit_nc", policies.KVzip(budget=share),
-        f"in 4 bits {why} of what the dense run recalls. `cache.compress(model, ids, tokenizer=tokenizer)` fills "
-        "the cache and reads the context twice; until then the context is uncompressed, so fill one cache after another",
-    )  # fmt: skip
-
-
-KVZIP = (
-    read_twice(0.5, "half of the tokens recall 95 %"),
-    read_twice(0.25, "a quarter of the tokens recall 92 %"),
-    read_twice(0.1, "a tenth of the tokens recall 69 %"),
+    policy=SinkWindow(window_length=1020, num_sink_tokens=4, positions="cache"),
 )
-"""Choices with KVzip; recall as measured by `eval/policies.py`."""
-WHOLE = (INT8, K8V4, FOUR_BITS, THREE_BITS, THREE_AND_TWO)
-"""Choices that evict nothing."""
-RECOMMENDED = tuple(choice.format for choice in WHOLE)
-LADDERS: dict[str, tuple[Choice, ...]] = {
-    "facts": (*WHOLE, *KVZIP),
-    "question": (*WHOLE, SNAPKV_50),
-    "continue": (INT8, K8V4, FOUR_BITS, THREE_BITS, SNAPKV_50, SNAPKV_25),
-}
-"""Choices for each workload, from the largest to the smallest. For "facts", tokens are evicted by a second reading,
-since with equal budgets of all heads no policy retains facts. Formats whose KL divergence exceeds
-.05 on biased keys (tests/caches/test_biased.py) are left out, as 2 bits."""
-LONG_START = {"facts": FOUR_BITS, "question": FOUR_BITS, "continue": SNAPKV_50}
+
+
+def evicting(policy: Policy, why: str) -> Choice:
+    """Tokens in 4 bits, fewer of them."""
+    budget = policy.budget if isinstance(policy.budget, float) else f"{policy.budget:_}"
+    call = f'CompressedCache(config, format="turboquant_4bit_nc", policy=policies.{policy.name}(budget={budget}))'
+    return Choice(call, why, "turboquant_4bit_nc", policy)
+
+
+def snapkv(context: int, workload: str) -> list[Choice]:
+    """Budgets in tokens, so that `max_length` can be added to the call."""
+    half = evicting(
+        SnapKV(budget=max(context // 2, 16)),
+        "to go on with a text, 4 bits and half of the tokens stay close (KL .008, where H2O has .014); of facts that the dense run "
+        "recalls, less than half are left if they are asked for later, and seven of ten if the prompt ends with the question",
+    )
+    quarter = evicting(
+        SnapKV(budget=max(context // 4, 16)),
+        "to go on with a text, 4 bits and a quarter of the tokens are the smallest that stay near (KL .032); facts are lost",
+    )
+    return [half, quarter] if workload == "continue" else [half]
+
+
+def kvzip() -> list[Choice]:
+    """Tokens that the model does not need to repeat the context are evicted: with equal budgets of all heads, no policy
+    that reads the context once retains facts."""
+    kept = (
+        (0.5, "half of the tokens recall 95 %"),
+        (0.25, "a quarter of the tokens recall 92 %"),
+        (0.1, "a tenth of the tokens recall 69 %"),
+    )
+    filled = (
+        "of what the dense run recalls. `cache.compress(model, ids, tokenizer=tokenizer)` fills the cache and reads the context twice; "
+        "until then the context is uncompressed, so fill one cache after another"
+    )
+    return [evicting(KVzip(budget=share), f"in 4 bits {recalls} {filled}") for share, recalls in kept]
+
+
+def ladder(workload: str, context: int, chat: bool = False) -> list[Choice]:
+    """Choices for a workload, from the first one for this context to the smallest. A `chat` excludes a second reading,
+    since later turns are read once."""
+    start = 0 if context < SHORT else WHOLE.index(FOUR_BITS)
+    if workload == "continue":
+        return [*WHOLE[start:4], *snapkv(context, workload)] if context < LONG else snapkv(context, workload)
+    return [*WHOLE[start:], *(snapkv(context, workload) if workload == "question" else [] if chat else kvzip())]
 
 
 def recommend(
@@ -192,7 +195,7 @@ def recommend(
         ValueError: an unknown workload, streaming together with chat, and the errors of `plan`.
         TypeError, NotImplementedError: the errors of `plan`.
     """
-    check_option("workload", workload, LADDERS, "; chat=True (--chat) and streaming=True (--streaming) are options beside it")
+    check_option("workload", workload, WORKLOADS, "; chat=True (--chat) and streaming=True (--streaming) are options beside it")
     if streaming and chat:
         raise ValueError("streaming=True with chat=True: a stream evicts earlier turns, which a chat refers to; choose one")
     text_config(config)
@@ -207,12 +210,12 @@ def recommend(
             weights_memory=weights_memory, tensor_parallel=tensor_parallel, dtype=dtype, **reading,
         )  # fmt: skip
 
-    guide = _guide(context, streaming, chat)
     if streaming:
-        return _answer(STREAM, planned(STREAM), guide, [STREAM.why], chat)
+        return _answer(STREAM, planned(STREAM), [STREAM.why], chat)
+    choices = ladder("facts" if chat else workload, context, chat)
+    choices = [choice for choice in choices if _possible(config, choice)] or [choice for choice in WHOLE if _possible(config, choice)][-1:]
     tried = list[tuple[Choice, Plan]]()
-    for choice in _ladder(config, "facts" if chat else workload, context, chat):
-        choice = choice.at(context)
+    for choice in choices:
         of_choice = planned(choice)
         if tried and choice.holds(of_choice) == 0 and choice.second_reading:
             break  # no context fits uncompressed
@@ -221,10 +224,8 @@ def recommend(
             break
     choice, planned_bytes = tried[-1]
     fits = choice.fits(planned_bytes)
-    dense = Choice("DynamicCache(config=config)", None, None, "")
-    if planned_bytes.ratio < LEAST_RATIO and fits and (whole := planned(dense)).fits:
-        why = "nothing grows enough to be worth compressing: the context is short, or the model's layers slide or are linear"
-        return _answer(dense, whole, guide, [why], chat)
+    if planned_bytes.ratio < LEAST_RATIO and fits and (whole := planned(DENSE)).fits:
+        return _answer(DENSE, whole, [DENSE.why], chat)
     reasons = [choice.why]
     if len(tried) > 1 and fits:
         reasons.append(f"{tried[-2][0].call} would not hold {batch} such request{'s' * (batch > 1)}")
@@ -239,18 +240,7 @@ def recommend(
         )
     if chat:
         reasons.append("keep one cache over the turns, and share what all chats begin with in a PrefixStore")
-    return _answer(choice, planned_bytes, guide, reasons, chat)
-
-
-def _ladder(config: PreTrainedConfig, workload: str, context: int, chat: bool) -> list[Choice]:
-    """The choices that the model allows, in the order of trial from the one for this context on. A `chat` excludes a
-    second reading, since later turns are read once."""
-    ladder = tuple(x for x in LADDERS[workload] if not (chat and x.second_reading))
-    start = INT8 if context < SHORT else FOUR_BITS if context < LONG else LONG_START[workload]
-    start = start if start in ladder else FOUR_BITS
-    possible = [choice for choice in ladder if _possible(config, choice)]
-    wanted = ladder[ladder.index(start) :]
-    return [choice for choice in possible if choice in wanted] or possible[-1:]
+    return _answer(choice, planned_bytes, reasons, chat)
 
 
 def _possible(config: PreTrainedConfig, choice: Choice, **options: Any) -> bool:
@@ -264,17 +254,7 @@ def _possible(config: PreTrainedConfig, choice: Choice, **options: Any) -> bool:
     return True
 
 
-def _guide(context: int, streaming: bool, chat: bool) -> str:
-    if streaming:
-        return "sinks + sliding window"
-    if chat:
-        return "FP8 + prefix caching"
-    if context < SHORT:
-        return "FP8"
-    return "FP8 + H2O 50 %" if context < LONG else "sinks + H2O 30 % + FP8"
-
-
-def _answer(choice: Choice, plan: Plan, guide: str, reasons: list[str], chat: bool) -> Recommendation:
+def _answer(choice: Choice, plan: Plan, reasons: list[str], chat: bool) -> Recommendation:
     fits = choice.fits(plan)
     if not fits:
         requests = f"{plan.batch} such requests" if plan.batch > 1 else "one such request"
@@ -284,5 +264,4 @@ def _answer(choice: Choice, plan: Plan, guide: str, reasons: list[str], chat: bo
     vllm, sglang = ("auto", "auto") if choice.format is None else (VLLM.get(choice.format, "fp8_e4m3"), "fp8_e4m3")
     prefixes = " --enable-hierarchical-cache" if chat else ""
     flags = f"--kv-cache-dtype {vllm}", f"--kv-cache-dtype {sglang}{prefixes}"
-    in_bytes = plan.reason.removeprefix(f"{DOES_NOT_FIT} ")
-    return Recommendation(choice.call, f"{words}. {in_bytes}", guide, plan, *flags, fits)
+    return Recommendation(choice.call, f"{words}. {plan.reason.removeprefix(f'{DOES_NOT_FIT} ')}", plan, *flags, fits)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..formats.base import hint
-from .base import Arrivals, Policy, Rotation, Tokens, given
-from .budget import Budget, check_count, pyramid
+from .base import AdaKV, Arrivals, Policy, Rotation, Tokens, given
+from .budget import Budget, check_count
 from .custom import Custom
 from .expected_attention import ExpectedAttention
 from .h2o import H2O
@@ -15,7 +15,6 @@ from .random import Random
 from .snapkv import SnapKV
 from .tova import TOVA
 from .window import SinkWindow, SlidingWindow
-from .wrappers import AdaKV, CriticalKV
 
 REGISTRY: dict[str, type[Policy]] = {
     "sink_window": SinkWindow,
@@ -29,10 +28,6 @@ REGISTRY: dict[str, type[Policy]] = {
     "knorm": Knorm,
     "random": Random,
 }
-
-
-WRAPPERS = {"adakv": AdaKV, "criticalkv": CriticalKV}
-"""Wrappers of policies, whose names stand before that of a policy: `adakv_snapkv`."""
 
 
 def resolve(policy: str | Policy) -> Policy:
@@ -49,13 +44,12 @@ def resolve(policy: str | Policy) -> Policy:
 
 def named(name: str, *, budget: int | float | None = None, **options) -> Policy:
     """The policy of a registry name with `budget`: tokens (int) or a share of them (float) that are retained; the length of a window
-    policy. A name may begin with that of a wrapper: `adakv_snapkv` is `AdaKV(SnapKV())`.
+    policy. `adakv_snapkv` is `AdaKV(SnapKV())`.
 
     Raises ValueError for an unknown name and for sizes that do not fit, TypeError for an option that the policy does not have.
     """
-    wrapper, _, wrapped = name.partition("_")
-    if wrapper in WRAPPERS:
-        return WRAPPERS[wrapper](named(wrapped, budget=budget, **options))
+    if name.startswith("adakv_"):
+        return AdaKV(named(name.removeprefix("adakv_"), budget=budget, **options))
     if name not in REGISTRY:
         raise ValueError(f"policy={name!r} is unknown: {hint(name, REGISTRY)}")
     kind = REGISTRY[name]
@@ -71,7 +65,6 @@ __all__ = [
     "AdaKV",
     "Arrivals",
     "Budget",
-    "CriticalKV",
     "Custom",
     "ExpectedAttention",
     "HeadProfile",
@@ -88,6 +81,5 @@ __all__ = [
     "check_count",
     "given",
     "named",
-    "pyramid",
     "resolve",
 ]

@@ -8,7 +8,6 @@ tokens of a row that are not padding, so that padding changes nothing.
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -48,9 +47,6 @@ class Arrivals:
     queries: `[B, Hq, T, D]`, the queries of the same tokens, with `needs_queries`.
     scaling: the factor on `q k`.
     rope: with `needs_rope`.
-    output_gram: fp32 `[Hq, D, D]`, with `needs_output_projection`: `W W^T` of each query head's rows `W` `[D, hidden]`
-        of the transposed output projection. A value `v` contributes a vector of norm `sqrt(v W W^T v)` to the layer's
-        output.
     single: whether each token came in a separate decode step, without padding. The tokens are scored together, but
         `seen` is by token, `[B, 1, T]`.
     """
@@ -64,7 +60,6 @@ class Arrivals:
     queries: Tensor | None = None
     scaling: float | None = None
     rope: Rotation | None = None
-    output_gram: Tensor | None = None
     single: bool = False
 
     def unrotated_queries(self, first: int = 0) -> Iterator[tuple[slice, Tensor]]:
@@ -90,7 +85,6 @@ class Tokens:
     seen: int64 `[B, 1, 1]`, the number of tokens that the row has seen, without padding.
     score: fp32 `[B, H, T]`, the result of `score` and `observe`.
     key_norm, value_norm: fp32 `[B, H, T]`, the norms of keys and of values.
-    output_norm: fp32 `[B, H, T]`, the norm of a value in the layer's output, as the mean over the group's query heads.
     """
 
     positions: Tensor
@@ -99,18 +93,16 @@ class Tokens:
     score: Tensor | None = None
     key_norm: Tensor | None = None
     value_norm: Tensor | None = None
-    output_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(ABC):  # noqa: B024  (for `register`)
+class Policy:
     """The base of policies, with the options that every policy has.
 
     Args:
         budget: tokens (int), or share of the tokens seen (float below 1; never under 8 tokens). A `Budget` has both, and
-            a part for each head; a sequence has a budget for each full-attention layer (`pyramid`,
-            `HeadProfile.budget`). Beside a share, give `recent` in tokens: if it is a share too, only as many tokens stay
-            exact as in the smallest budget.
+            a part for each head; a sequence has a budget for each full-attention layer (`HeadProfile.budget`). Beside a
+            share, give `recent` in tokens: if it is a share too, only as many tokens stay exact as in the smallest budget.
         compression_ratio: kvpress' word for `budget=1 - compression_ratio`, the share of the tokens that is evicted.
         num_sink_tokens: first tokens that are never evicted.
         recent: newest tokens that are not evicted: tokens (int) or share of the budget (float).
@@ -119,6 +111,8 @@ class Policy(ABC):  # noqa: B024  (for `register`)
             the budget, at most 64. In a padded prompt that comes in chunks, padding counts as new tokens.
         value_norm: weigh a token's score by the norm of its value (VATP, arXiv 2406.12335), where scores are weights.
         protect_values: share of the budget for the tokens with the largest values (VaSE, arXiv 2606.03928).
+        alpha_safeguard: the share of the budget that each head is guaranteed, if the heads of a layer share their budgets
+            (`AdaKV`), where scores are weights; None: each head has its own budget.
 
     Raises ValueError for sizes that exceed the budget, TypeError for other types.
     """
@@ -130,11 +124,8 @@ class Policy(ABC):  # noqa: B024  (for `register`)
     interval: int | None = None
     value_norm: bool = False
     protect_values: float = 0.0
+    alpha_safeguard: float | None = None
 
-    alpha_safeguard: ClassVar[float | None] = None
-    """The share of the budget that each head is guaranteed, if the heads of a layer share their budgets (`AdaKV`)."""
-    needs_output_projection: ClassVar[bool] = False
-    """Whether the policy needs `Arrivals.output_gram` and `Tokens.output_norm` (`CriticalKV`)."""
     observation_window: ClassVar[int] = 0
     """The number of a step's last queries whose attention weights the policy needs."""
     has_scores: ClassVar[bool] = False
@@ -161,6 +152,8 @@ class Policy(ABC):  # noqa: B024  (for `register`)
             raise ValueError(f"protect_values={self.protect_values!r}: must be a share of the budget, from 0 to below 1")
         if self.value_norm:
             self.require_weights("value_norm=True")
+        if self.alpha_safeguard is not None:
+            self._check_safeguard(self.alpha_safeguard)
         check_size("recent", self.recent)
         for budget in self.budgets:
             if budget.share or budget.heads:  # at least the protected tokens
@@ -172,6 +165,15 @@ class Policy(ABC):  # noqa: B024  (for `register`)
                     f"budget={size}: num_sink_tokens={self.num_sink_tokens}, recent={self.recent}, interval={self.interval} and "
                     f"protect_values={self.protect_values} take {held} tokens; raise the budget or lower these"
                 )
+
+    def _check_safeguard(self, alpha: float) -> None:
+        self.require_weights(f"alpha_safeguard={alpha!r}")
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+            raise TypeError(f"alpha_safeguard must be a share of the budget (float), got {alpha!r}")
+        if not 0 <= alpha <= 1:
+            raise ValueError(f"alpha_safeguard={alpha!r}: must be a share of the budget, from 0 to 1")
+        if any(budget.heads for budget in self.budgets):
+            raise ValueError(f"alpha_safeguard={alpha} with Budget.heads: both divide a layer's budget; pass one of the two")
 
     def _take_compression_ratio(self, ratio: float) -> None:
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio < 1:
@@ -192,10 +194,6 @@ class Policy(ABC):  # noqa: B024  (for `register`)
     @property
     def name(self) -> str:
         return type(self).__name__
-
-    def with_options(self, **options: Any) -> Policy:
-        """The policy with other values of its options."""
-        return replace(self, **options)
 
     @property
     def budgets(self) -> tuple[Budget, ...]:
@@ -296,3 +294,25 @@ def given(x: Given | None, what: str) -> Given:
     if x is None:
         raise ValueError(f"this layer was not given {what}")
     return x
+
+
+def AdaKV(policy: Policy, alpha_safeguard: float = 0.2) -> Policy:
+    """`policy` with budgets that the heads of a layer share (AdaKV, arXiv 2407.11550): of `H * budget` tokens, each head is
+    guaranteed a share, and the rest goes to the tokens of highest priority in any head.
+
+        AdaKV(SnapKV(budget=1024))  # 1,024 tokens for each head, on average
+
+    With tensor parallelism, the heads of each process share theirs.
+
+    Args:
+        policy: the policy that ranks the tokens.
+        alpha_safeguard: share of the budget that each head is guaranteed, from 0 to 1.
+
+    Raises ValueError for a policy whose scores are not weights, or whose heads divide a budget already (`Budget.heads`,
+    `KVzip`).
+    """
+    if not isinstance(policy, Policy):
+        raise TypeError(f"AdaKV wraps a policy such as SnapKV(budget=1024), got {policy!r}")
+    if policy.alpha_safeguard is not None:
+        raise ValueError(f"AdaKV({policy.name}): its heads share their budgets already")
+    return replace(policy, alpha_safeguard=alpha_safeguard)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,34 +46,6 @@ def times(count: Any, weight: Any) -> Any:
     """`count * weight / ONE`, rounded down, for whole numbers and int64 tensors. A weight may be too small by its
     rounding."""
     return (count * weight + 2**22) >> 32
-
-
-def pyramid(budget: int | float, layers: int, *, steepness: float = 20.0) -> tuple[int | float, ...]:
-    """Budgets that fall evenly with depth and have the mean `budget` (PyramidKV, arXiv 2406.02069), for `Policy.budget`.
-
-    Args:
-        budget: the mean over layers: tokens (int) or share of the tokens seen (float).
-        layers: full-attention layers of the model that are compressed.
-        steepness: the last layer has `budget / steepness`, the first `budget * (2 - 1 / steepness)`. At 1, all have
-            `budget`.
-
-    Raises ValueError for a steepness below 1, and if the share of the first layer would exceed 1; TypeError for other
-    types.
-    """
-    check_count("layers", layers, 1, of="layers")
-    check_size("budget", budget, 1)
-    if not steepness >= 1:
-        raise ValueError(f"steepness={steepness!r}: must be 1 or more")
-    last = budget / steepness
-    first = 2 * budget - last
-    if isinstance(budget, float) and first > 1:
-        raise ValueError(f"budget={budget} with steepness={steepness}: the first layer's share would be {first:.3g}; lower one of the two")
-    places = [i / max(layers - 1, 1) for i in range(layers)]
-    sizes = [budget] if layers == 1 else [first + (last - first) * place for place in places]
-    if isinstance(budget, float):
-        return tuple(sizes)
-    ends = [round(total) for total in itertools.accumulate(sizes)]  # so that they sum to `budget * layers`
-    return tuple(end - begin for begin, end in zip([0, *ends], ends, strict=False))
 
 
 def usual_interval(tokens: int) -> int:

@@ -11,7 +11,6 @@ from torch import Tensor
 from .base import Arrivals, Policy
 from .budget import ONE, check_count
 from .ranking import highest, total_order
-from .wrappers import check_safeguard
 
 UNREAD = 1e4
 """The score of a token that was not read twice."""
@@ -42,14 +41,14 @@ class KVzip(Policy):
             and divided by the norm of the attention's input at the query (KVzip+).
         chunk_size: tokens that are repeated at a time.
         alpha_safeguard: share of the budget that each head is guaranteed, as `AdaKV` takes it; None: each head has its
-            budget to itself, which `CriticalKV`, `max_length` and budgets by head need.
+            budget to itself, which `max_length` and budgets by head need.
         layerwise: each layer has its budget to itself. Without it, layers share theirs, if heads do (`alpha_safeguard`).
     """
 
     kvzip_plus_normalization: bool = False
     chunk_size: int = 2048
     recent: int | float = 64
-    alpha_safeguard: float | None = 0.2  # type: ignore[misc]
+    alpha_safeguard: float | None = 0.2
     layerwise: bool = False
 
     has_scores: ClassVar[bool] = True
@@ -61,12 +60,6 @@ class KVzip(Policy):
         super().__post_init__()
         if self.kvzip_plus_normalization and self.value_norm:
             raise ValueError("kvzip_plus_normalization=True has the length of values in its scores: leave out value_norm")
-        if self.alpha_safeguard is not None:
-            check_safeguard(self.alpha_safeguard)
-            if any(budget.heads for budget in self.budgets):
-                raise ValueError(
-                    f"alpha_safeguard={self.alpha_safeguard} with Budget.heads: both divide a layer's budget; pass alpha_safeguard=None"
-                )
 
     def score(self, tokens: Arrivals) -> Tensor:
         keys = tokens.keys

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import Pair, quadratic_form
+from ..kernels import Pair
 from ..policies import Arrivals, Budget, Policy, Rotation, Tokens, given
 from ..policies.ranking import total_order
 from .head_pages import HeadPages
@@ -30,7 +30,6 @@ def no_tokens(policy: Policy, like: Tensor) -> TokenFields:
         "score": policy.has_scores,
         "key_norm": policy.needs_norms,
         "value_norm": policy.needs_value_norms,
-        "output_norm": policy.needs_output_projection,
     }
     return fields | {name: torch.empty(*like.shape[:2], 0, device=like.device) for name, kept in wanted.items() if kept}
 
@@ -163,9 +162,6 @@ class TokenMetadata:
         for name, x in (("key_norm", tokens.keys), ("value_norm", tokens.values)):
             if name in self._residual:
                 new[name] = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
-        if "output_norm" in self._residual:
-            gram = given(tokens.output_gram, "the output projection")
-            new["output_norm"] = quadratic_form(tokens.values, gram[None]).clamp_min(0).sqrt().mean(2)
         return new
 
     def is_valid(self) -> Tensor | None:

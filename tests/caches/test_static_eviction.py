@@ -25,7 +25,6 @@ POLICIES = {
     "knorm": policies.Knorm(budget=32, interval=1),
     "random": policies.Random(budget=32, interval=1),
     "expected_attention": policies.ExpectedAttention(budget=32, recent=8, n_future_positions=16, interval=1),
-    "h2o_critical": policies.CriticalKV(policies.H2O(budget=32, recent=8, interval=1)),
     "sink_window": policies.SinkWindow(window_length=28, num_sink_tokens=4, interval=1),
 }
 ZONES = {"num_sink_tokens": 4, "residual_length": 8}

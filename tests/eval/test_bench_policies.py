@@ -9,7 +9,7 @@ def test_a_row_for_each_policy(tmp_path, capsys):
     bench_policies = importlib.import_module("bench_policies")
     out = tmp_path / "rows.jsonl"
     options = ["--tiny", "--context", "64", "--steps", "2", "--layers", "1", "--out", str(out)]
-    names = ["keydiff", "kvzip", "snapkv_critical", "snapkv_adakv", "snapkv_heads"]
+    names = ["keydiff", "kvzip", "snapkv_adakv", "snapkv_heads"]
     bench_policies.main([*options, "--policies", *names])
     bench_policies.main([*options, "--budget", "2", "--policies", "tova"])
     *rows, failed = read_rows(out)

@@ -23,7 +23,7 @@ def test_names_of_rows_have_the_color_of_their_policy_or_family():
 
 
 def test_lines_of_one_color_differ():
-    names = ["snapkv", "snapkv, critical", "h2o", *(f"h2o, {i}" for i in range(5))]
+    names = ["snapkv", "snapkv, adakv", "h2o", *(f"h2o, {i}" for i in range(5))]
     styles = palette.line_styles(names, palette.policy_color)
     assert list(styles) == names and len({tuple(style.values()) for style in styles.values()}) == len(names)
 

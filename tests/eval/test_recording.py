@@ -11,7 +11,6 @@ from qkvcache.evaluation.quality import prefill
 from qkvcache.policies import (
     H2O,
     TOVA,
-    CriticalKV,
     ExpectedAttention,
     KeyDiff,
     KVzip,
@@ -23,7 +22,7 @@ from tests.matrix import model as tiny
 from tests.matrix import slowly
 
 POLICIES = [
-    H2O(budget=64), H2O(budget=64, decay=0.9), TOVA(budget=64), CriticalKV(TOVA(budget=64)), SnapKV(budget=64),
+    H2O(budget=64), H2O(budget=64, decay=0.9), TOVA(budget=64), SnapKV(budget=64),
     KeyDiff(budget=64), Random(budget=64), SinkWindow(window_length=60),
     ExpectedAttention(budget=64, recent=16),
 ]  # fmt: skip

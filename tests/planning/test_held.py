@@ -1,7 +1,5 @@
 """Planned bytes are the bytes that a real cache then holds: to the byte, save for what a sliding layer notes of its window."""
 
-import functools
-
 import pytest
 import torch
 from transformers import StaticCache
@@ -10,7 +8,7 @@ from qkvcache import CompressedCache, policies
 from qkvcache.caches.memory import bytes_by_role
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.planning import plan
-from qkvcache.planning.model import Shape, shapes
+from qkvcache.planning.model import shapes
 from qkvcache.storage import growth
 from tests.matrix import COVER, FORMATS, MODELS, POLICIES, SHARED, THREE, by_layer, covering, model, slowly
 
@@ -41,14 +39,6 @@ def read(name: str, prompt: int, steps: int, **options) -> CompressedCache:
     return cache
 
 
-@functools.cache
-def projection(shape: Shape) -> torch.nn.Module:
-    """An attention module with nothing but its output projection."""
-    module = torch.nn.Module()
-    module.o_proj = torch.nn.Linear(shape.query_heads * shape.head_dim, 8, bias=False)
-    return module
-
-
 def drive(name: str, prompt: int, steps: int, **options) -> CompressedCache:
     """The same without the model: keys and values, and the attention on them where a policy looks at it."""
     config = MODELS[name]()
@@ -59,7 +49,7 @@ def drive(name: str, prompt: int, steps: int, **options) -> CompressedCache:
             queries = torch.rand(ROWS, shape.query_heads, tokens, shape.head_dim)
             layer.update(new, new)
             if isinstance(layer, EvictingLayer):
-                layer.begin_attention(None, queries, 1.0, projection(shape))
+                layer.begin_attention(None, queries, 1.0)
                 columns = layer.stored + tokens
                 layer.end_attention(torch.rand(ROWS, shape.heads, columns) if layer.policy.observation_window else None)
     return cache
@@ -234,7 +224,7 @@ def drive_static(config, prompt: int, steps: int, rows: int, **options) -> Compr
             layer.update(new, new)
             if isinstance(layer, EvictingLayer):
                 fixed = layer.is_static and tokens == 1
-                layer.begin_attention(None, queries, 1.0, projection(shape))
+                layer.begin_attention(None, queries, 1.0)
                 columns = layer.num_sink_tokens + layer.storage.slots + layer.residual_length + 1 if fixed else layer.stored + tokens
                 attention_sums = torch.rand(rows, shape.heads, columns) if layer.policy.observation_window else None
                 layer.end_attention(attention_sums)

@@ -16,21 +16,8 @@ from qkvcache.policies import Policy, Tokens
 from tests.matrix import FORMATS
 from tests.seeds import SEED
 
-HEADS, GROUPS, DIM, HIDDEN = 2, 2, 32, 48
+HEADS, GROUPS, DIM = 2, 2, 32
 ROPE = Rope(1000.0 ** -(torch.arange(DIM // 2) / (DIM // 2)), interleaved=False)
-
-
-class Projection(torch.nn.Module):
-    """An attention module with nothing but its output projection."""
-
-    def __init__(self):
-        super().__init__()
-        generator = torch.Generator().manual_seed(SEED)
-        self.o_proj = torch.nn.Linear(HEADS * GROUPS * DIM, HIDDEN, bias=False)
-        self.o_proj.weight = torch.nn.Parameter(torch.randn(HIDDEN, HEADS * GROUPS * DIM, generator=generator), requires_grad=False)
-
-
-PROJECTION = Projection()
 
 
 @dataclass
@@ -68,7 +55,7 @@ def drive(policy: Policy, text: Text, format: str = "identity", **zones) -> Iter
         step = slice(begin, begin + size)
         layer.update(text.keys[:, :, step], text.values[:, :, step])
         is_valid = text.mask[:, step]
-        layer.begin_attention(is_valid if any(text.pads) else None, text.queries[:, :, step], DIM**-0.5, PROJECTION)
+        layer.begin_attention(is_valid if any(text.pads) else None, text.queries[:, :, step], DIM**-0.5)
         attention_sums = None
         if policy.observation_window:
             positions = columns(layer).long()
@@ -219,17 +206,7 @@ class Head:
         large = int(policy.protect_values * budget)
         for p in sorted(free, key=norm.get)[max(len(free) - large, 0) :] if large else []:
             rank[p] = 1e30
-        rank = {p: rank[p] if p in free else float("inf") for p in held}
-        if policy.needs_output_projection:
-            first = sorted(held, key=lambda p: (rank[p], p))[::-1][: int(policy.first_stage_ratio * budget)]
-            left = [p for p in free if rank[p] < 1e30]
-            total = sum(rank[p] for p in left)
-            rank |= {p: 1e30 if p in first else (rank[p] / total + 1e-4) * self.output_norm(p) for p in left}
-        return rank
-
-    def output_norm(self, p: int) -> float:
-        rows = PROJECTION.o_proj.weight.double().T.view(HEADS * GROUPS, DIM, HIDDEN)
-        return sum(float((self.values[p] @ rows[self.head * GROUPS + group]).norm()) for group in range(GROUPS)) / GROUPS
+        return {p: rank[p] if p in free else float("inf") for p in held}
 
     def priority(self, i: int, held: list[int]) -> float:
         p, policy = held[i], self.policy

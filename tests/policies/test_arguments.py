@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import math
 import pickle
-import re
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from qkvcache.policies import (
     AdaKV,
     Arrivals,
     Budget,
-    CriticalKV,
     Custom,
     ExpectedAttention,
     KeyDiff,
@@ -31,7 +29,6 @@ from qkvcache.policies import (
     SnapKV,
     Tokens,
     named,
-    pyramid,
     resolve,
 )
 from tests.matrix import model
@@ -102,48 +99,33 @@ def test_policies_refuse(kind, options, error, says):
 
 
 OF_HEADS = H2O(budget=Budget(64, heads=(1.0, 2.0)))
-WRAPPED = [
+SHARING = [
     (lambda: AdaKV(0.2), TypeError, "AdaKV wraps a policy such as SnapKV(budget=1024), got 0.2"),
-    (lambda: CriticalKV("snapkv"), TypeError, "got 'snapkv'"),
-    (lambda: AdaKV(SinkWindow()), ValueError, "AdaKV: the scores of SinkWindow are not attention weights"),
-    (lambda: CriticalKV(KeyDiff()), ValueError, "whose scores are: Custom, ExpectedAttention, H2O, KVzip, SnapKV, TOVA"),
+    (lambda: AdaKV(SinkWindow()), ValueError, "alpha_safeguard=0.2: the scores of SinkWindow are not attention weights"),
+    (lambda: AdaKV(KeyDiff()), ValueError, "whose scores are: Custom, ExpectedAttention, H2O, KVzip, SnapKV, TOVA"),
     (lambda: AdaKV(H2O(), alpha_safeguard=1.5), ValueError, "alpha_safeguard=1.5: must be a share of the budget, from 0 to 1"),
     (lambda: AdaKV(H2O(), alpha_safeguard=math.nan), ValueError, "alpha_safeguard=nan"),
     (lambda: AdaKV(H2O(), alpha_safeguard=True), TypeError, "alpha_safeguard must be a share of the budget (float), got True"),
-    (lambda: AdaKV(OF_HEADS), ValueError, "AdaKV(H2O): its heads divide the budget of a layer already"),
-    (lambda: AdaKV(KVzip()), ValueError, "AdaKV(KVzip): its heads divide"),
-    (lambda: AdaKV(AdaKV(H2O())), ValueError, "AdaKV(AdaKV(H2O)): its heads divide"),
-    (lambda: AdaKV(CriticalKV(H2O())), ValueError, "AdaKV(CriticalKV(H2O)): the second stage compares"),
-    (lambda: CriticalKV(AdaKV(H2O())), ValueError, "CriticalKV(AdaKV(H2O)): the second stage compares"),
-    (lambda: CriticalKV(KVzip()), ValueError, "CriticalKV(KVzip): the second stage compares"),
-    (lambda: CriticalKV(CriticalKV(H2O())), ValueError, "it has two stages already"),
-    (lambda: CriticalKV(H2O(), first_stage_ratio=1.0), ValueError, "first_stage_ratio=1.0"),
-    (lambda: CriticalKV(H2O(), epsilon=-1.0), ValueError, "epsilon=-1.0"),
-    (lambda: CriticalKV(H2O(value_norm=True)), ValueError, "CriticalKV(H2O) with value_norm=True"),
+    (lambda: AdaKV(OF_HEADS), ValueError, "alpha_safeguard=0.2 with Budget.heads"),
+    (lambda: AdaKV(KVzip()), ValueError, "AdaKV(KVzip): its heads share"),
+    (lambda: AdaKV(AdaKV(H2O())), ValueError, "AdaKV(H2O): its heads share"),
     (lambda: resolve("adakv_knorm"), ValueError, "the scores of Knorm"),
     (lambda: resolve("adakv_lru"), ValueError, "policy='lru' is unknown"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "error", "says"), WRAPPED)
-def test_wrappers_refuse(make, error, says):
+@pytest.mark.parametrize(("make", "error", "says"), SHARING)
+def test_adakv_refuses(make, error, says):
     with pytest.raises(error) as caught:
         make()
     assert says in str(caught.value)
 
 
-def test_wrappers_have_the_options_of_what_they_wrap():
-    for policy in (AdaKV(SnapKV(budget=64)), CriticalKV(KVzip(budget=64, recent=9, alpha_safeguard=None))):
-        assert isinstance(policy, Policy) and policy.budgets == (Budget(64),)
-        assert copy.deepcopy(policy) == policy == pickle.loads(pickle.dumps(policy)) and hash(copy.copy(policy)) == hash(policy)
-        assert policy != policy.policy and policy.name == f"{type(policy).__name__}({policy.policy.name})"
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            policy.policy = H2O()
-        with pytest.raises(AttributeError):
-            _ = policy.window
-        assert policy.with_options(budget=80).policy == policy.policy.with_options(budget=80) != policy.policy
-    assert repr(AdaKV(H2O())) == f"AdaKV(policy={H2O()!r}, alpha_safeguard=0.2)"
-    assert resolve("adakv_snapkv") == AdaKV(SnapKV()) and resolve("criticalkv_h2o") == CriticalKV(H2O())
+def test_adakv_keeps_the_options_of_its_policy():
+    policy = AdaKV(SnapKV(budget=64, recent=9))
+    assert policy == SnapKV(budget=64, recent=9, alpha_safeguard=0.2) != SnapKV(budget=64, recent=9)
+    assert copy.deepcopy(policy) == policy == pickle.loads(pickle.dumps(policy)) and hash(copy.copy(policy)) == hash(policy)
+    assert resolve("adakv_snapkv") == AdaKV(SnapKV())
     assert named("adakv_snapkv", budget=0.5, recent=9) == AdaKV(SnapKV(budget=0.5, recent=9))
 
 
@@ -261,30 +243,3 @@ def test_random_draws_are_uniform_and_fixed():
     assert (unit >= 0).all() and (unit < 1).all() and (unit.mean(-1) - 0.5).abs().max() < 0.01
     other = torch.stack([draw[0, 0], draw[0, 1], Random(seed=4).priority(tokens(positions=positions))[0, 0]])
     assert (torch.corrcoef(torch.cat([other, other[:1].roll(1, -1)])) - torch.eye(4)).abs().max() < 0.03
-
-
-@pytest.mark.parametrize(("budget", "layers", "steepness"), [(1024, 32, 20.0), (100, 7, 3.0), (64, 1, 20.0), (50, 2, 1.0)])
-def test_a_pyramid_falls_with_depth_around_its_mean(budget, layers, steepness):
-    sizes = pyramid(budget, layers, steepness=steepness)
-    assert len(sizes) == layers and sum(sizes) == budget * layers and all(isinstance(size, int) for size in sizes)
-    assert all(a >= b - 1 for a, b in zip(sizes, sizes[1:], strict=False))  # rounding may move one token
-    if layers > 1:
-        assert abs(sizes[-1] - budget / steepness) <= 1 and abs(sizes[0] - budget * (2 - 1 / steepness)) <= 1
-    shares = pyramid(0.25, layers, steepness=steepness)
-    assert sum(shares) == pytest.approx(0.25 * layers) and KeyDiff(budget=shares).budgets[0] == Budget(share=shares[0])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((64, 0), ValueError, "layers=0: must be 1 or more layers"),
-        ((0, 4), ValueError, "budget=0"),
-        ((0.6, 4), ValueError, "budget=0.6 with steepness=20.0: the first layer's share would be 1.17"),
-        (("64", 4), TypeError, "budget"),
-    ],
-)
-def test_pyramids_that_do_not_fit(arguments, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        pyramid(*arguments)
-    with pytest.raises(ValueError, match="steepness=0.5"):
-        pyramid(64, 4, steepness=0.5)

@@ -7,8 +7,7 @@ from recording import prompt_attention
 from qkvcache.attention.rope import Rope
 from qkvcache.formats import resolve
 from qkvcache.layers.evicting import EvictingLayer
-from qkvcache.policies import H2O, AdaKV, CriticalKV, ExpectedAttention, KeyDiff, SnapKV
-from tests.policies.oracle import Projection
+from qkvcache.policies import H2O, AdaKV, ExpectedAttention, KeyDiff, SnapKV
 from tests.seeds import SEED
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -18,7 +17,6 @@ POLICIES = [
     KeyDiff(budget=BUDGET),
     ExpectedAttention(budget=BUDGET, recent=16),
     H2O(budget=BUDGET),
-    CriticalKV(SnapKV(budget=BUDGET, recent=16)),
     AdaKV(SnapKV(budget=BUDGET, recent=16)),
 ]
 
@@ -36,7 +34,7 @@ def kept(policy, dtype):
     keys, values, queries = around(HEADS, 0.5), around(HEADS, 0.5), around(HEADS * GROUPS, 1.0)
     layer = EvictingLayer(resolve("identity"), policy, policy.budgets[0], rope=ROPE)
     layer.update(keys, values)
-    layer.begin_attention(None, queries, DIM**-0.5, Projection().to(DEVICE))
+    layer.begin_attention(None, queries, DIM**-0.5)
     layer.end_attention(prompt_attention(policy, queries, keys, values, DIM**-0.5))
     return [set(head.tolist()) - {-1} for head in layer.positions()[0]]
 
@@ -50,7 +48,7 @@ def test_a_prompt_in_16_bits_keeps_what_it_keeps_in_fp32(policy):
     check(kept(policy, torch.float32), kept(policy, torch.bfloat16))
 
 
-BY_KERNEL = ("ExpectedAttention", "AdaKV(SnapKV)", "CriticalKV(SnapKV)")
+BY_KERNEL = ("ExpectedAttention", "SnapKV")
 
 
 @pytest.mark.parametrize("policy", [x for x in POLICIES if x.name in BY_KERNEL], ids=lambda policy: policy.name)

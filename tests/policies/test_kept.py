@@ -6,7 +6,6 @@ import torch
 from qkvcache.kernels import matmul
 from qkvcache.policies import (
     H2O,
-    CriticalKV,
     Custom,
     ExpectedAttention,
     KeyDiff,
@@ -32,7 +31,6 @@ SPARSE = {
     "knorm": Knorm(budget=14, interval=2),
     "keydiff": KeyDiff(budget=14, interval=5, recent=3),
     "expected_attention": ExpectedAttention(budget=14, interval=5, recent=3, n_future_positions=16),
-    "critical": CriticalKV(SnapKV(budget=14, interval=5, window_size=4, recent=3)),
 }
 
 

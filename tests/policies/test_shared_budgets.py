@@ -58,7 +58,7 @@ def test_heads_are_guaranteed_different_shares(monkeypatch, text, guaranteed):
 
 @pytest.mark.parametrize(("name", "format"), covering(SHARED, ["identity", "int8"], strength=1))
 def test_a_share_of_everything_is_a_budget_for_each_head(name, format):
-    shared, own = replace(SHARED[name](14), alpha_safeguard=1.0), SHARED[name](14).policy
+    shared, own = (replace(SHARED[name](14), alpha_safeguard=alpha) for alpha in (1.0, None))
     for text in TEXTS.values():
         options = {"num_sink_tokens": 2, "residual_length": 2}
         for ours, theirs in zip(drive(shared, text, format, **options), drive(own, text, format, **options), strict=True):
