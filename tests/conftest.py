@@ -1,7 +1,9 @@
 """For every test: deterministic, offline, and flex attention without inductor, which takes minutes on a CPU.
 
 `QKVCACHE_TEST_ALL=1` runs full products where `matrix.py` has covering sets (`make test-all`). `QKVCACHE_TEST_SEED=1` runs the tests
-on other random numbers, `QKVCACHE_TEST_THREADS=2` on more threads. Files of tests for GPUs are left out without one.
+on other random numbers, `QKVCACHE_TEST_THREADS=2` on more threads. `pytest -m gpu` runs the tests for GPUs, on compiled kernels. Every
+other run hides the GPU, so that it is the same on all machines: kernels run in Triton's interpreter, which is chosen once for a process.
+Tests of a file with a `DEVICE` run in both.
 """
 
 import contextlib
@@ -51,6 +53,8 @@ def _settled():
 
 
 def pytest_configure(config):
+    if not {"gpu"} & set(config.option.markexpr.replace("not gpu", "").split()):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # else its workers run the tests
         prepare()
     for message in ("_compile flag on create_block_mask", "flex_attention called without"):
@@ -63,10 +67,13 @@ def pytest_ignore_collect(collection_path):
     return True if collection_path.name.endswith(("_gpu.py", "_gpus.py")) and not torch.cuda.is_available() else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items):
     import torch
 
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    visible = torch.cuda.is_available()
+    for item in items:
+        if visible and getattr(getattr(item.module, "DEVICE", None), "type", None) == "cuda":
+            item.add_marker(pytest.mark.gpu)
+        elif not visible and "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and `pytest -m gpu`"))

@@ -22,7 +22,7 @@ from tests.matrix import FORMATS as REGISTRY
 from tests.matrix import covering, slowly
 from tests.tolerance import rounding
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 LIMIT = 1e-2 if torch.cuda.is_available() else 1e-5
 FORMATS = ("identity", "int8", "int8_token", "fp8", "int4_vllm", "nvfp4", "turboquant_3bit_nc", "hadaquant_k4v4")
@@ -105,7 +105,7 @@ def cudnn(monkeypatch):
     return calls
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="torch's attention on the CPU stands in for cuDNN")
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="torch's attention on the CPU stands in for cuDNN")
 @pytest.mark.parametrize("format", ["int8", "hadaquant_k4v4"])
 @pytest.mark.parametrize("tokens", [23, 60, 200, 437])
 def test_cudnn_gets_few_shapes_and_strides(monkeypatch, cudnn, format, tokens):
@@ -119,7 +119,7 @@ def test_cudnn_gets_few_shapes_and_strides(monkeypatch, cudnn, format, tokens):
     assert sum(call[2] for call in cudnn) == 1
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="torch's attention on the CPU stands in for cuDNN")
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="torch's attention on the CPU stands in for cuDNN")
 def test_plans_of_cudnn_are_for_shapes_that_come_again(monkeypatch, cudnn):
     """A chat that grows, whose turns are all of different lengths, has no plan. Turns over pasts of 64 tokens have one when flash attention
     has cost as much; it serves the parts of longer pasts, too, and what they leave is counted for the smaller size."""
@@ -139,7 +139,7 @@ def test_plans_of_cudnn_are_for_shapes_that_come_again(monkeypatch, cudnn):
     assert turn(64, 11) == []
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="torch's attention on the CPU stands in for cuDNN")
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="torch's attention on the CPU stands in for cuDNN")
 def test_plans_of_cudnn_for_the_new_tokens(monkeypatch, cudnn):
     monkeypatch.setattr(cudnn_plans, "PLAN_FLOPS", 2 * 2 * 8 * 40 * 40 * 64 * 2)  # two layers' attention of 40 new tokens to each other
     seen = []
@@ -201,7 +201,7 @@ PADDINGS = {
 @pytest.mark.parametrize("before", [0, 4])
 def test_padding_to_the_left(monkeypatch, first, new, sequences, before):
     """With flash attention of sequences and without it; and in cuDNN's place nothing that is hidden."""
-    if DEVICE == "cpu":
+    if DEVICE.type == "cpu":
         monkeypatch.setattr(attend_chunked_module, "_flash_sequences", flash)
     monkeypatch.setattr(attend_chunked_module, "_takes_sequences", lambda query: sequences)
     held = attention_inputs("hadaquant_k4v4", 300, 9, first=before)

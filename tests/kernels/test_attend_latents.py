@@ -18,8 +18,10 @@ from tests.matrix import FORMATS, slowly
 from tests.seeds import SEED
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about nan and infinity, in the interpreter
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RANK, ROPE = 64, 32
+HALF = 6e-3 if DEVICE.type == "cpu" else 1.2e-2
+"""Error of the kernel in fp16, which the interpreter sums in fp32."""
 QUICK = ("int8", "turboquant_4bit_nc", "int4", "nvfp4", "hadaquant_k3v3")
 
 
@@ -74,7 +76,7 @@ def test_the_reference(format, block, causal, monkeypatch):
     monkeypatch.setattr(sys.modules[attend_latents.__module__], "BLOCK", block)
     held = layer(format, 150, dtype=torch.float32, max_length=160)
     query = queries(held, 4, 5)
-    mask = torch.rand(2, 1, 5, 150) < 0.7
+    mask = torch.rand(2, 1, 5, 150, device=DEVICE) < 0.7
     mask[..., -5:] = True
     got = attend_latents(query, held.storage.attention_inputs(), mask, scaling=0.2, causal=causal)
     assert_near(got, dense(held, query, mask, causal), 1e-5)
@@ -89,7 +91,7 @@ def test_tokens_that_few_queries_see_are_gathered(format, count, additive, monke
     """Each query sees others; those of all blocks are in one, and no others are unpacked."""
     monkeypatch.setattr("qkvcache.storage.storage.block_of", lambda like: 40 if like.shape[3] == RANK else 56)
     held = layer(format, 250, dtype=torch.float32)
-    query, random = queries(held, 4, count), torch.rand(2, 1, count, 250)
+    query, random = queries(held, 4, count), torch.rand(2, 1, count, 250, device=DEVICE)
     mask = random < random.kthvalue(20, keepdim=True).values
     mask[..., -1] = True
     given = torch.zeros_like(random).masked_fill(~mask, torch.finfo(torch.float32).min) if additive else mask
@@ -104,7 +106,7 @@ def test_tokens_that_few_queries_see_are_gathered(format, count, additive, monke
 def test_every_format(format, kernels):
     held = layer(format, 200)
     query = queries(held, 5)
-    assert_near(dispatched(query, held.storage.attention_inputs(), scaling=0.2), dense(held, query), 6e-3)
+    assert_near(dispatched(query, held.storage.attention_inputs(), scaling=0.2), dense(held, query), HALF)
 
 
 @pytest.mark.parametrize("options", [{"max_length": 300}, {"compile": True}], ids=["preallocated", "growing"])
@@ -112,7 +114,7 @@ def test_counts_on_the_device(options, kernels):
     held = layer("turboquant_4bit_nc", 150, **options)
     query = queries(held, 5)
     got = dispatch.attend_latent_pages(query, held.storage.inputs, scaling=0.2)
-    assert_near(got, dense(held, query), 6e-3)
+    assert_near(got, dense(held, query), HALF)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_shapes(tokens, heads, count, rank, rope, kernels):
     held = layer("int8", tokens, rank=rank, rope=rope)
     query = queries(held, heads, count)
     got = dispatched(query, held.storage.attention_inputs(), scaling=0.2, causal=True)
-    assert_near(got, dense(held, query, causal=True), 6e-3)
+    assert_near(got, dense(held, query, causal=True), HALF)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_length": 300}], ids=["growing", "max_length"])
@@ -144,7 +146,7 @@ def test_chosen_tokens_are_gathered_in_the_kernel(format, count, most, options, 
     new = [torch.randn(2, 1, count, dim, device=DEVICE).half() for dim in (RANK, ROPE)]
     inputs = held.update(*new)[0].attention_inputs
     got = dispatched(query, inputs, shown, scaling=0.2, chosen=most + 1)
-    assert_near(got, attend_latents(query, inputs, mask, scaling=0.2).float(), 6e-3)
+    assert_near(got, attend_latents(query, inputs, mask, scaling=0.2).float(), HALF)
     assert [(*x.shape,) for x, _, _ in read] == [(2 * n, most + 1) for n in ([2] * (count // 2) + [1] * (count % 2))]
 
 
@@ -152,7 +154,7 @@ def test_padding(kernels):
     held = layer("turboquant_4bit_nc", 190)
     query, mask = queries(held, 5), torch.ones(2, 1, 1, 190, dtype=torch.bool, device=DEVICE)
     mask[1, ..., :77] = False
-    assert_near(dispatched(query, held.storage.attention_inputs(), mask, scaling=0.2), dense(held, query, mask), 6e-3)
+    assert_near(dispatched(query, held.storage.attention_inputs(), mask, scaling=0.2), dense(held, query, mask), HALF)
 
 
 def test_only_rotated_keys_have_another_codec():
@@ -171,4 +173,4 @@ def test_what_no_kernel_serves_is_told_once(format, monkeypatch):
     mask[..., 0] = True
     with pytest.warns(UserWarning, match="no fused attention"):
         got = dispatched(query, held.storage.attention_inputs(), mask, scaling=0.2)
-    assert_near(got, dense(held, query, mask), 6e-3)
+    assert_near(got, dense(held, query, mask), HALF)

@@ -96,7 +96,8 @@ def same(ours: Layer, theirs: Layer, share: float = 0.0) -> None:
         assert all(map(torch.equal, ours.tensors(), theirs.tensors()))
         return
     for side in (0, 1):
-        for got, wanted in zip(*(layer.tokens.pages.planes[side].values() for layer in (ours, theirs)), strict=True):
+        taken = [layer.tokens.pages.take(side, layer.tokens.pages.slots(torch.arange(SLOTS, device=DEVICE))) for layer in (ours, theirs)]
+        for got, wanted in zip(*(codes.values() for codes in taken), strict=True):
             written = (bits(wanted) != SENTINEL).any(-1)
             assert bool((bits(got)[~written] == SENTINEL).all())
             got, wanted = got[written], wanted[written]

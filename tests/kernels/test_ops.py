@@ -16,7 +16,7 @@ from tests.seeds import SEED
 from .attention_inputs import assert_fake
 
 triton = pytest.importorskip("triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture

@@ -121,7 +121,8 @@ def test_geometry(format, geometry):
 @pytest.mark.parametrize("format", slowly([name for name in SUPPORTED if name not in BY_BLOCK], QUICK))
 def test_formats(format, heads):
     """Single tokens and five at once, from and to everywhere; widths that differ, heads that fill no tile."""
-    share = 0.01 if format.startswith(("turboquant", "int4")) else 0.0  # what is summed is rounded in another order
+    rounded = DEVICE.type == "cuda" or format.startswith(("turboquant", "int4"))  # a GPU divides otherwise; sums have another order
+    share = 0.01 if rounded else 0.0
     dims = (96, 64) if heads == 3 else (64, 64)
     run(format, 1, 5, 40, (5, 5, 1), heads=heads, dims=dims, dtype=torch.float32, share=share)
 

@@ -160,9 +160,10 @@ def test_magnitudes(format):
         decoded, wanted = (codec.dequantize(c | statistics, 64) for c in (view(planes, 0, 5), codec.quantize(x, statistics)))
         finite = wanted.isfinite()
         assert torch.equal(decoded.isfinite(), finite)
+        mean = max((float(kept.abs().max()) for kept in statistics.values()), default=0.0)  # that of all tokens, the largest too
         for t, scale in enumerate(scales):
             near = finite[:, :, t]
-            torch.testing.assert_close(decoded[:, :, t][near], wanted[:, :, t][near], rtol=1e-2, atol=scale / 50)
+            torch.testing.assert_close(decoded[:, :, t][near], wanted[:, :, t][near], rtol=1e-2, atol=scale / 50 + mean * 1e-7)
 
 
 @pytest.mark.parametrize("format", slowly(SUPPORTED, QUICK))
