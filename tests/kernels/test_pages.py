@@ -273,7 +273,9 @@ def test_the_kernel_that_quantizes(format, per_head):
     # The block holds the same tokens without gaps; the codes must agree, since each vector is quantized on its own.
     block, block_statistics = pool(chosen, like, 2, 64)
     triton_quantize.quantize_into(held(chosen, planes, statistics), x, slots)
-    triton_quantize.quantize_into(held(chosen, block, block_statistics), x, torch.arange(5, device=DEVICE) + torch.tensor([[[0]], [[64]]], device=DEVICE))
+    triton_quantize.quantize_into(
+        held(chosen, block, block_statistics), x, torch.arange(5, device=DEVICE) + torch.tensor([[[0]], [[64]]], device=DEVICE)
+    )
     for codes, pooled in zip(block, planes, strict=True):
         for name, plane in pooled.items():
             expected = torch.full_like(plane.view(torch.uint8), 0xFF).view(plane.dtype)
