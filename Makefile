@@ -59,7 +59,6 @@ pictures: $(VENV)/installed
 	$(BIN)/python eval/quality.py --plot
 	$(BIN)/python eval/quality.py --model smollm2 --plot
 	$(BIN)/python eval/quality.py --model smollm2 --out eval/results/quality_policies.jsonl --plot
-	$(BIN)/python eval/concluded.py calibrated formats sinks budgets combined long_answers --plot
 	$(BIN)/python eval/bench_kernels.py --plot
 	$(BIN)/python eval/bench_generate.py --plot
 	$(BIN)/python eval/bench_turns.py --plot

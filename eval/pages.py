@@ -44,14 +44,6 @@ def printed(command: str) -> str:
     name, *options = shlex.split(command)
     out = io.StringIO()
     with redirect_stdout(out):
-        if name == "qkvcache":
-            from typer.testing import CliRunner
-
-            from qkvcache.cli import app
-
-            result = CliRunner().invoke(app, options, env={"COLUMNS": "110", "TERM": "dumb", "NO_COLOR": "1"})
-            lines = "\n".join(line.rstrip() for line in result.output.strip("\n").splitlines())
-            return f"```text\n{lines}\n```\n"
         importlib.import_module(Path(name).stem).main(options)  # this folder is on the path
     return "\n" + out.getvalue().strip() + "\n\n"
 

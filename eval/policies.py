@@ -40,7 +40,7 @@ from harness import (
     shows,
     write_rows,
 )
-from policies_tables import DENSE, plot, recall_tables, thoughts_tables
+from policies_tables import DENSE, plot, recall_tables
 from policies_tasks import STYLES, TASKS, Question, Writer, example
 from recording import Recorded, record
 from torch import Tensor
@@ -275,9 +275,8 @@ def main(arguments: list[str] | None = None) -> None:
     rows = read_rows(args.out, what(args.model))
     if not rows:
         parser().error(f"{args.out} has no rows of {args.model}: measure first")
-    thoughts = read_rows(args.out, f"policies_thoughts_{name_of(args.model)}")
     picture = args.out.with_name(f"{args.out.stem}_{name_of(args.model)}.png")
-    present(args, [*recall_tables(rows), *thoughts_tables(thoughts)], lambda: plot(rows, picture))
+    present(args, list(recall_tables(rows)), lambda: plot(rows, picture))
 
 
 def measure(args: argparse.Namespace) -> None:

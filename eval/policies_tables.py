@@ -178,41 +178,6 @@ def dense_recall(every: list[Setting]) -> Table:
     return Table(["", *tasks], cells, "**recall of the dense run**", rule=RULE)
 
 
-def thoughts_tables(rows: list[dict]) -> Iterator[Table]:
-    """Of a concluded study: long texts that were read in steps through a cache that holds the budget after every step (`git show
-    fe5230e:eval/policies.py`)."""
-    dense = next((row for row in rows if row["policy"] == DENSE), None)
-    budgets = sorted({row["budget"] for row in rows if row["policy"] != DENSE})
-    if dense is None or not budgets:
-        return
-    cells = []
-    for policy in dict.fromkeys(row["policy"] for row in rows if row["policy"] != DENSE):
-        line = [policy]
-        for budget in budgets:
-            row = next((row for row in rows if (row["policy"], row["budget"]) == (policy, budget)), {})
-            line += thoughts_cells(row, dense)
-        cells.append(line)
-    headers = [f"{budget}: {name}" for budget in budgets for name in ("recall", "nats lost", "KL", "KL of text")]
-    base = mean(dense["chain"]["recall"]) if dense.get("chain", {}).get("recall") else None
-    caption = (
-        f"{dense['model']}, {len(dense.get('chain', {}).get('recall', []))} texts of {dense['length']:,} tokens, {dense['step']} a step, "
-        f"measured in the second half: earlier results that a chain repeats (the dense run recalls {shown(base, percent)}), recall "
-        "relative to the dense run, nats a token by which they are less likely, KL divergence of all tokens, and that of a text."
-    )
-    yield Table(["policy", *headers], cells, "**thoughts: tokens kept while decoding**", caption, RULE)
-
-
-def thoughts_cells(row: dict, dense: dict) -> list[str]:
-    chain, whole, text = row.get("chain", {}), dense.get("chain", {}), row.get("text", {})
-    both = "recall" in chain and "recall" in whole and len(chain["recall"]) == len(whole["recall"])
-    return [
-        shown(ratio(chain["recall"], whole["recall"]), percent) if both and any(whole["recall"]) else "",
-        shown(mean([y - x for x, y in zip(chain["ll"], whole["ll"], strict=True)])) if both else "",
-        shown(mean(chain["kl"])) if "kl" in chain else "",
-        shown(mean(text["kl"])) if "kl" in text else "",
-    ]
-
-
 def plot(rows: list[dict], path: Path) -> None:
     """Recall, likelihood lost and KL divergence against the budget, of the shortest contexts: one line a policy."""
     every = [setting for setting in settings(rows) if setting.format == "identity"]
