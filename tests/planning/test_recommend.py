@@ -45,8 +45,8 @@ def test_budgets_are_shares_of_the_context_in_tokens():
     found = recommend(LLAMA, workload="continue", context=131_072)
     assert found.call == 'CompressedCache(config, format="turboquant_4bit_nc", policy=policies.SnapKV(budget=65_536))'
     assert found.plan.name == "turboquant_4bit_nc + SnapKV 65,536"
-    *_, quarter = module.ladder("continue", 1000)
-    assert "budget=250" in quarter.call and quarter.policy.budget == 250
+    half = module.snapkv(1000)
+    assert "budget=500" in half.call and half.policy.budget == 500
 
 
 def format_of(**options) -> str:
@@ -71,23 +71,20 @@ def test_nothing_that_may_be_asked_for_is_evicted():
         found = recommend(LLAMA, **options, **memory)
         assert not found.plan.fits and found.plan.policy is None and "qkvcache profile-heads" in found.reason
     assert recommend(LLAMA, workload="question", **memory).plan.policy == "SnapKV 50,000"
-    assert recommend(LLAMA, workload="continue", **memory).plan.policy == "SnapKV 25,000"
+    assert recommend(LLAMA, workload="continue", **memory).plan.policy == "SnapKV 50,000"
 
 
 def test_facts_are_evicted_by_a_second_reading_of_each_context():
     """Seven of eight dense contexts are left to those that are compressed, besides the last."""
     options = {"context": 100_000, "weights_memory": 0}
     dense = plan(LLAMA, context=100_000).dense
-    most = []
-    for choice in module.kvzip():
-        each = plan(LLAMA, format=choice.format, policy=choice.policy, context=100_000).bytes_per_request
-        most.append(7 * dense // each + 1)
-        found = recommend(LLAMA, batch=most[-1], gpu_memory=8 * dense + each, **options)
-        assert found.call == choice.call and "cache.compress(model, ids" in found.reason and found.fits
-    assert most == sorted(most)
-    tight = recommend(LLAMA, batch=most[-1] + 2, gpu_memory=8 * dense, **options)
+    each = plan(LLAMA, format=module.KVZIP.format, policy=module.KVZIP.policy, context=100_000).bytes_per_request
+    most = 7 * dense // each + 1
+    found = recommend(LLAMA, batch=most, gpu_memory=8 * dense + each, **options)
+    assert found.call == module.KVZIP.call and "cache.compress(model, ids" in found.reason and found.fits
+    tight = recommend(LLAMA, batch=most + 2, gpu_memory=8 * dense, **options)
     assert tight.plan.fits and not tight.fits and "uncompressed while it is filled" in tight.reason
-    assert recommend(LLAMA, batch=most[0], chat=True, gpu_memory=8 * dense, **options).plan.policy is None
+    assert recommend(LLAMA, batch=most, chat=True, gpu_memory=8 * dense, **options).plan.policy is None
     assert recommend(LLAMA, batch=10, gpu_memory=0.9 * dense, **options).plan.policy is None  # no context fits uncompressed
 
 
