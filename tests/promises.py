@@ -1,12 +1,7 @@
-"""Conformance tests for a format or a policy of one's own, to call from a test:
+"""The promises of a format and of a policy, for tests: of those of the library, and of one's own (docs/extending).
 
-from qkvcache.testing import check_format, check_policy
-
-def test_my_format():
-    check_format(MyFormat())
-
-def test_my_policy():
-    check_policy(MyPolicy(budget=32))
+check_format(MyFormat())
+check_policy(MyPolicy(budget=32))
 """
 
 from __future__ import annotations
@@ -20,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from .caches import CompressedCache
-from .formats import Codec, Codes, Format
-from .policies import Policy, Tokens
+from qkvcache.caches import CompressedCache
+from qkvcache.formats import Codec, Codes, Format
+from qkvcache.policies import Policy, Tokens
 
 Check = Callable[[Format, int], None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -13,7 +13,7 @@ ORDER = ["formats", "kernels", "policies", "storage", "attention", "layers", "ca
 ALONE = {"models", "progress"}  # import no other
 FOR_ALL = {"progress"}
 ABOVE = {"batching", "prefix", "planning", "evaluation", "demo"}  # these import all of them
-ABOVE |= {"options", "commands", "cli", "testing", "__init__"}
+ABOVE |= {"options", "commands", "cli", "__init__"}
 
 
 @functools.cache
@@ -45,10 +45,6 @@ def test_imports_go_one_way():
             allowed = ALONE if part(name) in ALONE else FOR_ALL.union(ORDER[: ORDER.index(part(name)) + 1])
             ours = {module.split(".")[1] for module in imports(name) if module.startswith("qkvcache.")}
             assert ours <= set(allowed), name
-
-
-def test_tools_for_tests_are_for_tests():
-    assert not [name for name in FILES if any(module.startswith("qkvcache.testing") for module in imports(name))]
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:

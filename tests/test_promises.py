@@ -1,4 +1,4 @@
-"""The conformance tests that users import: they pass what is right, and say what is wrong with the rest."""
+"""The checks of promises: they pass what is right, and say what is wrong with the rest."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,8 +8,8 @@ import torch
 
 from qkvcache.formats import Buffer, Codec, Format, Int4, QuantizedValues
 from qkvcache.policies import H2O, AdaKV, Custom, Policy, SnapKV
-from qkvcache.testing import check_format, check_policy
 from tests.matrix import POLICIES, slowly
+from tests.promises import check_format, check_policy
 
 
 @dataclass(frozen=True)

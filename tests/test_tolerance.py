@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from qkvcache import CompressedCache
-from qkvcache.testing import encode
 from tests.matrix import COVER, FORMATS, model
+from tests.promises import encode
 from tests.reference import MODES, ZONES, assert_close, forward
 from tests.tolerance import of_model, rounding, same_decoded, same_vectors
 

@@ -7,7 +7,7 @@ import torch
 
 from qkvcache.formats import FP8, NVFP4, HadaQuant, Int4, Int8, TurboQuant
 from qkvcache.formats.centered import FEW, Centered
-from qkvcache.testing import rms_error as error
+from tests.promises import rms_error as error
 
 CENTERED = [
     Int8(),

@@ -6,17 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkvcache import formats, testing
+from qkvcache import formats
 from qkvcache.formats import REGISTRY, Codec, Format, Int8, resolve
-from qkvcache.testing import FORMAT_CHECKS, roundtrip
-from qkvcache.testing import rms_error as error
+from tests import promises
 from tests.matrix import COVER, FORMAT_ERRORS, FORMATS
+from tests.promises import FORMAT_CHECKS, roundtrip
+from tests.promises import rms_error as error
 
 DIMS = [64, 80, 96, 112, 128, 192, 256]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FROM_THE_BLOCK = {"fp8_tensor"}  # one scale for what is encoded together
-OF_SINGLE_TOKENS = (testing.tokens_stand_alone, testing.numbers_that_are_not_finite_spoil_nothing_else, testing.a_cache_holds_it)
-OF_SHAPES = (testing.returns_what_is_declared, testing.counts_its_bytes)
+OF_SINGLE_TOKENS = (promises.tokens_stand_alone, promises.numbers_that_are_not_finite_spoil_nothing_else, promises.a_cache_holds_it)
+OF_SHAPES = (promises.returns_what_is_declared, promises.counts_its_bytes)
 
 every_format = pytest.mark.parametrize("name", FORMATS)
 

@@ -5,8 +5,8 @@ import torch
 
 from qkvcache.formats import FP8
 from qkvcache.formats.fp8 import VALUES
-from qkvcache.testing import encode, roundtrip
-from qkvcache.testing import rms_error as error
+from tests.promises import encode, roundtrip
+from tests.promises import rms_error as error
 
 TOP = {"e4m3": 448.0, "e5m2": 57344.0}
 DTYPES = ["e4m3", "e5m2"]

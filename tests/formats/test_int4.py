@@ -5,8 +5,8 @@ import torch
 from qkvcache.formats import Int4
 from qkvcache.formats.packing import lookup
 from qkvcache.formats.rotation import Hadamard, rotation_block
-from qkvcache.testing import encode, roundtrip
-from qkvcache.testing import rms_error as error
+from tests.promises import encode, roundtrip
+from tests.promises import rms_error as error
 
 DIMS = [64, 80, 96, 112, 128, 192, 256]
 

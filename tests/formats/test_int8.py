@@ -5,8 +5,8 @@ import torch
 from qkvcache.formats import Int8
 from qkvcache.formats.int8 import SymmetricInt8
 from qkvcache.formats.uniform import Uniform
-from qkvcache.testing import encode, roundtrip
-from qkvcache.testing import rms_error as error
+from tests.promises import encode, roundtrip
+from tests.promises import rms_error as error
 
 
 def test_symmetric_codes_by_hand():

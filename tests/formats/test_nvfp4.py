@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from qkvcache.formats import NVFP4, REGISTRY
-from qkvcache.testing import encode, roundtrip
-from qkvcache.testing import rms_error as error
+from tests.promises import encode, roundtrip
+from tests.promises import rms_error as error
 
 SEARCHES = ["amax", "four_over_six", "mse"]
 

@@ -9,8 +9,8 @@ from qkvcache.formats.packing import lookup, rank
 from qkvcache.formats.rotated import Rotated
 from qkvcache.formats.rotation import Hadamard
 from qkvcache.formats.uniform import Uniform
-from qkvcache.testing import encode, roundtrip
-from qkvcache.testing import rms_error as error
+from tests.promises import encode, roundtrip
+from tests.promises import rms_error as error
 
 
 @pytest.mark.parametrize(
