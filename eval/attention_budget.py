@@ -23,7 +23,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from error_bars import percent
 from harness import (
     Table,
@@ -41,10 +40,8 @@ from harness import (
     shows,
 )
 from palette import format_color, line_styles, policy_color
-from policies import Bench, Cell, merge, shard_of
-from policies_tables import DENSE, RULE, Estimate, counted, divergence, lost, mean, relative_recall, shown
-from policies_tasks import TASKS
-from torch import Tensor
+from recall_bench import DENSE, Bench, Cell, Estimate, counted, divergence, lost, mean, merge, relative_recall, shard_of, shown
+from recall_tasks import TASKS
 from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache, policies
@@ -57,16 +54,14 @@ WHAT = "recall with an attention budget"
 READ, COARSE = "read", "coarse"
 """In place of a policy: a cache that keeps every token, and drops those that are not chosen or reads them by upper halves."""
 RESTS = {READ: "drop", COARSE: "coarse"}
-QUESTION_STEP = 16
-"""Tokens of a question in a step."""
 EXACT = 68
 """Tokens that a cache without a policy keeps exact by default."""
 FORMAT, OTHERS, COMPARED = "turboquant_4bit_nc", ("int8", "identity"), 0.125
 """The format of all shares; those that are measured with all tokens and with one share."""
 
 
-class Steps(Bench):
-    """Questions and answers are read in small steps."""
+class Readers(Bench):
+    """Caches that read few tokens, beside policies that keep few."""
 
     def cache(self, policy: str, format: str, size: int, total: int) -> Cache:
         if policy not in RESTS:
@@ -74,23 +69,6 @@ class Steps(Bench):
         if size >= total:
             return CompressedCache(self.model.config, format=format)
         return CompressedCache(self.model.config, format=format, attention_budget=size, attention_rest=RESTS[policy])
-
-    @torch.no_grad()
-    def _log_probs(self, prompt, cache: Cache) -> Tensor:
-        prompt.prefilled.fill(cache, self.model, prompt.ids, self.tokenizer)
-        cache.batch_repeat_interleave(len(prompt.questions))
-        rows = [question.ids + question.answer[:-1] for question in prompt.questions]
-        ids = self.tensor([row + [0] * (max(map(len, rows)) - len(row)) for row in rows])
-        asked = [len(question.ids) - 1 for question in prompt.questions]
-        begin, logits = min(asked), []
-        for few in ids[:, :begin].split(max(QUESTION_STEP, self.args.step), dim=1) if begin else ():
-            self.model(few, past_key_values=cache, logits_to_keep=1)
-        for some in ids[:, begin:].split(self.args.step, dim=1):
-            logits.append(self.model(some, past_key_values=cache).logits)
-        found = torch.cat(logits, dim=1)
-        answer = torch.arange(max(len(question.answer) for question in prompt.questions), device=found.device)
-        at = (self.tensor(asked)[:, None] - begin + answer).clamp_max(found.shape[1] - 1)
-        return found.gather(1, at[..., None].expand(-1, -1, found.shape[-1])).float().log_softmax(-1)
 
 
 def what_of(args: argparse.Namespace) -> str:
@@ -107,18 +85,18 @@ def cells(args: argparse.Namespace) -> Iterator[Cell]:
     for context in range(shard, args.contexts, shards):
         for task in args.tasks:
             for policy, share, format in caches:
-                yield Cell(policy, share, task, args.tokens, False, format, context)
+                yield Cell(policy, share, task, args.tokens, format, context)
 
 
 def measure(args: argparse.Namespace) -> None:
     """Writes the rows after each context of a task."""
-    bench, rows, before, begin = Steps(args), {}, None, time.perf_counter()
+    bench, rows, before, begin = Readers(args), {}, None, time.perf_counter()
     same, what = described(args) | {"dtype": str(bench.model.dtype), "step": args.step}, what_of(args)
     for cell in in_time(cells(args), args.minutes):
         if before not in (None, (cell.task, cell.context)):
             replace_rows(args.out, what, [same | row for row in rows.values()])
         before = cell.task, cell.context
-        row = rows.setdefault(tuple(cell.row.values()), cell.row | {"contexts": {}, "errors": []})
+        row = rows.setdefault(tuple(cell.row.values()), cell.row | {"contexts": {}})
         row["contexts"].setdefault(cell.task, {})[str(cell.context)] = bench.measure(cell)
         print(f"{time.perf_counter() - begin:.0f} s: {cell}", file=sys.stderr, flush=True)
     replace_rows(args.out, what, [same | row for row in rows.values()])
@@ -127,7 +105,8 @@ def measure(args: argparse.Namespace) -> None:
 def name(row: dict) -> str:
     if row["policy"] in RESTS:
         return f"all kept, `{row['format']}`" + ", the rest by upper halves" * (row["policy"] == COARSE)
-    return f"`{policies.resolve(row['policy']).name}`, `{row['format']}`"
+    policy = policies.resolve(row["policy"].removesuffix("_heads")).name
+    return f"`{policy}`{', budgets by head' * row['policy'].endswith('_heads')}, `{row['format']}`"
 
 
 def by_model(rows: list[dict]) -> Iterator[tuple[dict, list[dict]]]:
@@ -163,7 +142,7 @@ def tables(rows: list[dict]) -> Iterator[Table]:
             f"({recalled}), nats a token by which answers are less likely, and KL divergence of 64 tokens that follow a text, nats."
         )
         title = f"**{dense['model']}**" if dense.get("step", 1) == 1 else f"**{dense['model']}, {step_of(dense)}**"
-        yield Table(["", *heads, *(f"KL {head}" for head in heads)], lines, title, caption, RULE)
+        yield Table(["", *heads, *(f"KL {head}" for head in heads)], lines, title, caption, (" --- ", " ---: "))
 
 
 def step_of(row: dict) -> str:

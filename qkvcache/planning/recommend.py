@@ -1,7 +1,7 @@
 """`recommend`: a choice of a cache, as code and in words.
 
 Fewer bits come before fewer tokens, since they lose fewer facts, except where a long text continues. The quoted KL
-divergences and recalls come from `eval/quality.py --model smollm2` and `eval/policies.py`: one model of 135 million
+divergences and recalls come from docs/measurements (quality, eviction): one model of 135 million
 parameters, contexts up to 8,064 tokens.
 """
 

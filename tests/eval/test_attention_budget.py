@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 from harness import read_rows
-from policies_tasks import example
+from recall_tasks import example
 
 
 @pytest.fixture
@@ -15,12 +15,12 @@ def study():
 
 @pytest.mark.slow
 def test_small_steps_measure_what_one_step_does(study):
-    bench = study.Steps(study.parser().parse_args(["--tokens", "500"]))
+    bench = study.Readers(study.parser().parse_args(["--tokens", "500"]))
     lengths, forward = [], bench.model.forward
-    (prompt,) = bench.prompts("multikey", 500, False, 0)
+    prompt = bench.prompt("multikey", 500, 0)
     bench.model.forward = lambda ids, **options: lengths.append(ids.shape[1]) or forward(ids, **options)
     found = bench.answers(prompt, bench.cache("dense", "identity", 500, 500))
-    assert max(lengths) <= study.QUESTION_STEP and lengths[-1] == 1
+    assert max(lengths) <= 16 and lengths[-1] == 1
     for question, ll in zip(example("multikey", bench.writer, 500, 0).questions, found["ll"], strict=True):
         ids = torch.tensor([prompt.ids[0].tolist() + question.ids + question.answer])
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Tasks of the study of policies: a context that a cache compresses, and questions about it whose answers are looked up there.
+"""Tasks of `recall_bench.py`: a context that a cache compresses, and questions about it whose answers are looked up there.
 
     needle      one fact of its kind among others, in a text                        (RULER, arXiv 2404.06654)
     multikey    the facts of some of many names, all of one kind, in a text         (RULER)
