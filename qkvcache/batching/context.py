@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,12 +19,15 @@ from ..formats import Format, FormatByLayer
 from ..kernels import on_triton
 from ..policies import check_count
 from ..prefix import PrefixStore
-from .metrics import Counters, Metrics
+from .metrics import Metrics
 from .requests import check_prompt
 from .statistics import Statistics
 
 if TYPE_CHECKING:
     from .transformers_adapter import CompressedManager
+
+INIT, GENERATE = "init_continuous_batching", "generate_batch"
+"""The methods of a model that are replaced on the instance."""
 
 
 class Batching:
@@ -33,7 +38,7 @@ class Batching:
         self.model, self.statistics, self._reading = model, statistics, reading
         self.manager: CompressedManager | None = None
         """The latest manager."""
-        self._counters = Counters()
+        self._counters = Metrics()
         self._attention = model.config._attn_implementation
 
     def __call__(
@@ -47,26 +52,28 @@ class Batching:
         return self.manager
 
     def generate_batch(self, inputs: list[list[int]], *args: Any, **options: Any) -> Any:
-        """Calls the model's `generate_batch`. Requests that it would leave out, or log without an answer, are refused
-        before."""
-        from .transformers_adapter import stock_generate_batch
-
-        generate = stock_generate_batch(self.model, options)
+        """Calls the model's `generate_batch`. Refuses prompts that it would leave out, and options that it would ignore."""
+        stock: Any = type(self.model).generate_batch  # type: ignore[attr-defined]
+        if unknown := options.keys() - inspect.signature(stock).parameters - {"max_new_tokens"}:
+            raise TypeError(f"generate_batch has no option {', '.join(sorted(unknown))}: the generation config may")
         for ids in inputs:
             check_prompt(self.model.config, ids, options.get("max_new_tokens"))
-        return generate(self.model, inputs, *args, **options)
+        return stock(self.model, inputs, *args, **options)
 
     def metrics(self) -> Metrics:
         """The present numbers of requests, pages and tokens."""
-        if self.manager is None:
-            return Metrics(**vars(self._counters))
-        return self.manager.metrics(self._counters)
+        gauges = {} if self.manager is None else self.manager.gauges()
+        return replace(self._counters, **gauges)
 
     def close(self) -> None:
         """Stops the manager and restores the model; further calls do nothing."""
-        from .transformers_adapter import restore
-
-        if restore(self.model, self, self.manager, self._attention):
+        if self.model.__dict__.get(INIT) is not self:
+            return
+        del self.model.__dict__[INIT], self.model.__dict__[GENERATE]
+        if self.manager is not None:
+            self.manager.close()
+            if self.model.config._attn_implementation != self._attention:  # left by a manager that never started
+                self.model.set_attn_implementation(self._attention)
             self.manager = None
 
     def __deepcopy__(self, memo: dict) -> Batching:
@@ -126,8 +133,6 @@ def continuous_batching(
             of another format or model; the store of another model; a model that already batches on compressed pages.
         TypeError: `format`, `statistics`, `attention_budget`, `store` or a size of another type.
     """
-    from .transformers_adapter import is_patched, patch
-
     if offload_pages:
         raise NotImplementedError(
             "offload_pages=True with continuous batching, whose requests share the pages of one pool on the GPU: for a few long contexts "
@@ -139,7 +144,11 @@ def continuous_batching(
     check_count("residual_length", residual_length)
     budget = budget_of(attention_budget, attention_rest)
     resolved = in_halves(resolved, budget)
-    _check_model(model)
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
+    check_config(model.config)
+    if not model._can_set_attn_implementation():
+        raise NotImplementedError(f"{type(model).__name__} does not go through transformers' attention interface")
     chosen = check_format(resolved, head_dim_of(model.config.get_text_config(decoder=True)))
     if isinstance(statistics, str | Path):
         statistics = Statistics.load(statistics, chosen)
@@ -153,7 +162,7 @@ def continuous_batching(
         raise TypeError(f"store must be a PrefixStore, got {store!r}")
     if store is not None and store.model is not model:
         raise ValueError("the store is of another model: make it with PrefixStore(model, ...)")
-    if is_patched(model):
+    if INIT in model.__dict__:
         raise ValueError("the model batches on compressed pages already: close that first")
     if not on_triton(model.device):
         kind = model.device.type
@@ -163,16 +172,8 @@ def continuous_batching(
     install()
     reading = {"num_sink_tokens": num_sink_tokens, "residual_length": residual_length, "budget": budget, "store": store}
     batching = Batching(model, statistics, **reading)
-    patch(model, batching, batching.generate_batch)
+    model.__dict__ |= {INIT: batching, GENERATE: batching.generate_batch}
     return batching
-
-
-def _check_model(model: PreTrainedModel) -> None:
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
-    check_config(model.config)
-    if not model._can_set_attn_implementation():
-        raise NotImplementedError(f"{type(model).__name__} does not go through transformers' attention interface")
 
 
 def check_config(config: PreTrainedConfig) -> None:

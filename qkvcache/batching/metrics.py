@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 
+COUNTERS = ("tokens_generated", "prompt_tokens", "cached_tokens", "preemptions", "pages_written", "pages_fetched")
+"""The fields of `Metrics` that several managers add to; the others are of one moment."""
 
-@dataclass(frozen=True)
+
+@dataclass
 class Metrics:
     """The numbers of requests, pages and tokens at one moment.
 
@@ -39,18 +42,6 @@ class Metrics:
     rings: int = 0
     page_bytes: int = 0
     ring_bytes: int = 0
-    tokens_generated: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    preemptions: int = 0
-    pages_written: int = 0
-    pages_fetched: int = 0
-
-
-@dataclass
-class Counters:
-    """Counters to which several managers add."""
-
     tokens_generated: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -111,7 +102,6 @@ def prometheus(metrics: Metrics | None, observed: Observed, alive: bool) -> str:
     lines += observed.token.lines("qkvcache_time_per_output_token_seconds")
     lines += observed.request.lines("qkvcache_request_seconds")
     for name in (item.name for item in fields(Metrics) if metrics is not None):
-        total = name in Counters.__dataclass_fields__
-        full = f"qkvcache_{name}{'_total' * total}"
-        lines += [f"# TYPE {full} {'counter' if total else 'gauge'}", f"{full} {getattr(metrics, name)}"]
+        full = f"qkvcache_{name}{'_total' * (name in COUNTERS)}"
+        lines += [f"# TYPE {full} {'counter' if name in COUNTERS else 'gauge'}", f"{full} {getattr(metrics, name)}"]
     return "\n".join(lines) + "\n"

@@ -35,8 +35,7 @@ class Rings:
         """Rows of forked requests, and the rows to copy them to."""
         self._requests = [""] * (count + 1)
         self._since, self._end, self._used = numpy.zeros((3, count + 1), numpy.int64)
-        """Each row holds the tokens from `since` to `end`, as far as it has slots. `_used`: the time of its last
-        use."""
+        """Each row holds the tokens from `since` to `end`, as far as it has slots. `_used`: the step that used it last."""
         self._now = 0
 
     def layer(self, index: int) -> Pair:
@@ -44,17 +43,19 @@ class Rings:
         return self.tensor[index, 0], self.tensor[index, 1]
 
     def extend(self, requests: Sequence[str], past: Ints, end: Ints) -> tuple[Ints, Ints]:
-        """Assigns rings to requests with `past` tokens, for their next tokens up to `end`. Returns the rows (their own,
-        free ones, or those of the least recently used requests), and for each the first token from which the row has
-        all: `past` if it has only the new ones."""
-        rows = self._rows(requests)
+        """Assigns rings to requests with `past` tokens, for their next tokens up to `end`: their own, free ones, or those of the least
+        recently used requests. Returns the rows, and for each the first token from which it has all."""
+        rows = numpy.array([self.by_request.get(request, 0) for request in requests])
+        self._now += 1
+        self._used[rows] = self._now  # before the others take rows
+        for i in (rows == 0).nonzero()[0]:
+            rows[i] = self._take(requests[i])
         since = numpy.where(self._end[rows] == past, self._since[rows], past)
         self._since[rows], self._end[rows] = since, end
         return rows, since
 
     def tokens(self, since: Ints, end: Ints, begin: Ints) -> Ints:
-        """The number of last tokens that attention reads from rings with the tokens `since` to `end`, of those from
-        `begin` on."""
+        """The number of tokens from `begin` on that attention reads from rings with the tokens `since` to `end`."""
         return numpy.minimum(numpy.maximum(end - numpy.maximum(since, begin), 0), self.slots)  # half the time of `clip`
 
     def release(self, request: str) -> None:
@@ -64,7 +65,7 @@ class Rings:
     def fork(self, source: str, request: str) -> None:
         """Assigns a free ring, if any, to `request`, for the tokens of the ring of `source`, which `copy` copies."""
         if (old := self.by_request.get(source, 0)) and self.free:
-            row = self._row(request)
+            row = self._take(request)
             self._since[row], self._end[row] = self._since[old], self._end[old]
             self.copies.append((old, row))
 
@@ -80,21 +81,6 @@ class Rings:
         tail = ring[row : row + 1, :, start : start + count]
         return torch.cat([tail, ring[row : row + 1, :, : count - tail.shape[2]]], dim=2)
 
-    def _rows(self, requests: Sequence[str]) -> Ints:
-        found = [self.by_request.get(request, 0) for request in requests]
-        if found.count(0) > len(self.free):  # one by one: a request may take the row of a later one
-            return numpy.array([self._row(request) for request in requests])
-        rows = numpy.array([row or self._take(request) for row, request in zip(found, requests, strict=True)])
-        self._used[rows] = numpy.arange(self._now, self._now + len(rows))
-        self._now += len(rows)
-        return rows
-
-    def _row(self, request: str) -> int:
-        row = self.by_request.get(request, 0) or self._take(request)
-        self._used[row] = self._now
-        self._now += 1
-        return row
-
     def _take(self, request: str) -> int:
         """Returns an empty row for `request`: a free one, else that of the least recently used request."""
         if self.free:
@@ -102,5 +88,5 @@ class Rings:
         else:
             row = 1 + int(self._used[1:].argmin())
             del self.by_request[self._requests[row]]
-        self.by_request[request], self._requests[row], self._end[row] = row, request, -1
+        self.by_request[request], self._requests[row], self._end[row], self._used[row] = row, request, -1, self._now
         return row

@@ -51,8 +51,7 @@ def key(seed: int, position: int, child: str) -> int:
 
 
 def gumbel(keys: Tensor, count: int) -> Tensor:
-    """Standard Gumbel noise, fp32 `[B, count]`, from int32 keys `[B, 1]`, by MurmurHash3's finalizer of token and
-    key."""
+    """Standard Gumbel noise, fp32 `[B, count]`, from int32 keys `[B, 1]`, by MurmurHash3's finalizer of token and key."""
     bits = torch.arange(count, dtype=torch.int32, device=keys.device) * -1640531535 + keys
     bits = (bits ^ (bits >> 16 & 0xFFFF)) * -2048144789
     bits = (bits ^ (bits >> 13 & 0x7FFFF)) * -1028477387

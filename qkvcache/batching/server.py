@@ -16,6 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.routing import Route
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serve import Serve
 from transformers.cli.serving.utils import CBWorkerDeadError, GenerateManager, Modality
@@ -26,7 +30,7 @@ from ..models import folder
 from ..prefix import PrefixStore
 from . import api
 from .context import Batching, continuous_batching
-from .fields import TEXTS, UNSUPPORTED, Refusal
+from .fields import TEXTS, UNSUPPORTED, Chat, Completion, Fields, Refusal, Response
 from .metrics import Metrics, Observed, prometheus
 from .requests import ASKED, Asked, check_prompt
 
@@ -77,16 +81,17 @@ class Server(Serve):
         self.observed = Observed()
         self.stopping = self._died = False
         self.options_by_batch = continuous_batching
-        self._grace, self._modality = grace_seconds, Modality.LLM
-        self._name, self._cache, self._batches, self._interval = name, cache, continuous_batching, metrics_interval
-        self._store, self._store_bytes, self._time_to_live = store, store_bytes, store_time_to_live
+        self._name, self._cache, self._interval, self._grace = name, cache, metrics_interval, grace_seconds
+        self._store: dict[str, Any] = {
+            "directory": store, "max_bytes": store_bytes // 10, "max_disk_bytes": store_bytes, "time_to_live": store_time_to_live,
+        }  # fmt: skip
+        self._modality = Modality.LLM
         self._model: PreTrainedModel | None = None
         self._attached, self._lock, self._closed = ExitStack(), threading.Lock(), threading.Event()
         super().__init__(folder(name), continuous_batching=continuous_batching, non_blocking=True, **options)
 
     def start_server(self) -> None:
-        """Completes the server. The parent's constructor calls it last, when everything is built and nothing listens
-        yet."""
+        """Completes the server. The parent's constructor calls it last, when everything is built and nothing listens yet."""
         models: Any = self._model_manager  # its methods are replaced on the instance
         path, load, shutdown = models.force_model, models.load_model_and_processor, models.shutdown
 
@@ -113,8 +118,7 @@ class Server(Serve):
         # transformers would list the models in the cache of the Hub, but this server has only its own.
         models.get_gen_models = lambda: [{"id": self._name, "object": "model", "created": started, "owned_by": "qkvcache"}]
         load_compressed(models.process_model_name(self._name))
-        self._add_metrics()
-        self._add_front()
+        self._add_routes()
 
     def run(self) -> None:
         """Serves until SIGTERM or Ctrl-C; running requests then have `grace_seconds` to end.
@@ -123,9 +127,10 @@ class Server(Serve):
             RuntimeError: the thread of continuous batching has died.
         """
         try:
-            if found := self.metrics():
+            found = self.metrics()
+            if found:
                 Console(stderr=True).print(pool_line(found), highlight=False)
-            if self._interval > 0 and self._batches:
+            if self._interval > 0 and found:
                 threading.Thread(target=self._print_metrics, name="metrics", daemon=True).start()
             threading.Thread(target=self._watch, name="watch", daemon=True).start()
             self.server.run()
@@ -155,21 +160,20 @@ class Server(Serve):
             self.server.should_exit = self.server.force_exit = True
         self.stopping = True
 
-    def check(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The fields of a request that this server can serve."""
-        if given.get("model", self._name) != self._name:
-            message = f"model={given['model']!r}: the server is pinned to {self._name!r}"
+    def check(self, fields: Fields) -> None:
+        """Raises Refusal for what this server cannot serve."""
+        if fields.model not in (None, self._name):
+            message = f"model={fields.model!r}: the server is pinned to {self._name!r}"
             raise Refusal(message, "model", code="model_not_found")
-        if "seed" in given and not self.options_by_batch:
+        if fields.seed is not None and not self.options_by_batch:
             raise Refusal("seed is not supported without continuous batching", "seed", code=UNSUPPORTED)
-        tools = given.get("tools")
+        tools = getattr(fields, "tools", None)
         if tools and "tools" not in (self.tokenizer.get_chat_template(tools=tools) or ""):
             raise Refusal("tools are not supported: the model's chat template has none", "tools", code=UNSUPPORTED)
-        contents = [message.get("content") for message in given.get("messages", ())]
+        contents = [message.content for message in getattr(fields, "messages", ())]
         parts = [part for content in contents if isinstance(content, list) for part in content]
-        if self._modality == Modality.LLM and any(part["type"] not in TEXTS for part in parts):
+        if self._modality == Modality.LLM and any(part.type not in TEXTS for part in parts):
             raise Refusal("messages have parts other than text, which the model does not read", "messages")
-        return given
 
     def cancel(self, asked: Asked) -> None:
         """Ends a request whose client has left."""
@@ -178,8 +182,7 @@ class Server(Serve):
 
     def metrics(self) -> Metrics | None:
         """The current metrics; None without continuous batching."""
-        batching = self.batching
-        return None if batching is None else batching.metrics()
+        return None if self.batching is None else self.batching.metrics()
 
     def _compress(self, model: PreTrainedModel, processor: Any) -> None:
         """Gives the model its compressed caches. After `POST /reset`, the model is loaded again and is a new object."""
@@ -189,8 +192,10 @@ class Server(Serve):
             state, name = self._generation_state, self._model_manager.process_model_name(self._name)
             self.tokenizer = getattr(processor, "tokenizer", processor)
             self._modality = self._model_manager.get_model_modality(model, processor=processor)
-            if self._batches:
-                self.batching = self._attached.enter_context(continuous_batching(model, store=self._opened(model), **self._cache))
+            if state._continuous_batching:
+                directory = self._store["directory"]
+                store = None if directory is None else PrefixStore(model, tokenizer=self.tokenizer, **self._store)
+                self.batching = self._attached.enter_context(continuous_batching(model, store=store, **self._cache))
             else:
                 self._attached.enter_context(attach(model, lambda config: CompressedCache(config, **self._cache)))
             self.options_by_batch = state.use_continuous_batching(model, self._modality)
@@ -204,32 +209,37 @@ class Server(Serve):
                 state._generate_managers[name] = Sequential()
             self._model = model
 
-    def _opened(self, model: PreTrainedModel) -> PrefixStore | None:
-        """The store of the pages of `model`."""
-        if self._store is None:
-            return None
-        size, age = self._store_bytes, self._time_to_live
-        return PrefixStore(
-            model, max_bytes=size // 10, directory=self._store, max_disk_bytes=size, time_to_live=age, tokenizer=self.tokenizer
-        )
+    def _add_routes(self) -> None:
+        """Replaces the paths that are answered here, and gives errors OpenAI's form."""
 
-    def _add_front(self) -> None:
-        """Puts the middleware next to the handlers, and gives errors OpenAI's form."""
-        from fastapi.exceptions import RequestValidationError
-        from fastapi.responses import JSONResponse
-        from starlette.exceptions import HTTPException
-        from starlette.middleware import Middleware
+        async def metrics(_: Any) -> PlainTextResponse:
+            text = prometheus(self.metrics(), self.observed, self.alive)
+            return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
-        def failed(_: Any, error: Any) -> JSONResponse:
-            if isinstance(error, HTTPException):
-                error = Refusal(str(error.detail), status=error.status_code)
-            found = api.refusal(error)
-            return JSONResponse(found.body, status_code=found.status)
+        async def health(_: Any) -> JSONResponse:
+            if self.stopping:
+                raise api.stopping()
+            return JSONResponse({"status": "ok" if self.alive else "unhealthy"}, 200 if self.alive else 503)
 
-        application = self.app
-        application.user_middleware.append(Middleware(api.Front, server=self))
-        for kind in (HTTPException, RequestValidationError, CBWorkerDeadError, Refusal, Exception):
-            application.add_exception_handler(kind, failed)
+        async def missing(request: Request) -> None:
+            raise Refusal(f"{request.url.path} is not served with continuous batching", status=404)
+
+        async def failed(_: Any, error: Exception) -> JSONResponse:
+            return api.answer_of(error)
+
+        completions, chats, responses = self._completion_handler, self._chat_handler, self._response_handler
+        routes = [
+            Route("/metrics", metrics),
+            Route("/health", health),
+            Route("/v1/completions", api.Front(self, completions, Completion), methods=["POST"]),
+            Route("/v1/chat/completions", api.Front(self, chats, Chat), methods=["POST"]),
+            Route("/v1/responses", api.Front(self, responses, Response), methods=["POST"]),
+        ]
+        if self.options_by_batch:  # these call the model themselves
+            routes += [Route(path, missing, methods=["POST"]) for path in ("/v1/systemone", "/v1/audio/transcriptions")]
+        self.app.router.routes[:0] = routes
+        for kind in (HTTPException, CBWorkerDeadError, Refusal, Exception):
+            self.app.add_exception_handler(kind, failed)
         self.server.config.timeout_graceful_shutdown = 2  # for connections without a request that runs
         self.server.handle_exit = self.stop  # type: ignore[method-assign, assignment]
 
@@ -247,15 +257,6 @@ class Server(Serve):
                         exchange.loop.call_soon_threadsafe(exchange.end, api.stopping())
                 if not self.exchanges:
                     self.server.should_exit = True
-
-    def _add_metrics(self) -> None:
-        from fastapi.responses import PlainTextResponse
-
-        def metrics() -> PlainTextResponse:
-            text = prometheus(self.metrics(), self.observed, self.alive)
-            return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
-
-        self.app.get("/metrics")(metrics)
 
     def _print_metrics(self) -> None:
         """Prints a line for every interval in which tokens were generated or requests changed."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..prefix.host_memory import THREADS, HostSnapshot
 from ..prefix.pages import StoredPages
-from .metrics import Counters
+from .metrics import Metrics
 from .statistics import Statistics
 
 WRITERS = 4
@@ -60,7 +60,7 @@ class Sessions:
         pages: StoredPages,
         statistics: Statistics,
         blocks: Tensor,
-        counters: Counters,
+        counters: Metrics,
         in_pool: Callable[[list[int]], int],
         wake: Callable[[], None],
     ):

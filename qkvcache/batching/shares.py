@@ -14,15 +14,13 @@ COST = 2
 """Rows that read their tokens by themselves in the time in which those of several rows are read together."""
 
 
-def shares_of(blocks: numpy.ndarray, lengths: Ints, layout: BlockLayout) -> numpy.ndarray | None:
-    """The shares of rows with the `blocks`, int32 `[B, P]`, and `lengths` tokens in pages, `[B]`, as of `Splits.of`; None where reading
+def shares_of(blocks: numpy.ndarray, complete: Ints, layout: BlockLayout) -> numpy.ndarray | None:
+    """The shares of rows with the `blocks`, int32 `[B, P]`, and so many `complete` pages, `[B]`, as of `Splits.of`; None where reading
     shared pages once for several rows does not pay."""
-    if layout.window is not None:
-        return None
-    spared, groups = _groups(blocks, lengths // layout.page_size, numpy.arange(len(lengths)), 0)
+    spared, groups = _groups(blocks, complete, numpy.arange(len(complete)), 0)
     if spared * layout.page_size * layout.heads < LEAST_SPARED:
         return None
-    shares = numpy.zeros((len(lengths), 1 + TOGETHER), numpy.int32)
+    shares = numpy.zeros((len(complete), 1 + TOGETHER), numpy.int32)
     for rows, pages in groups:
         for part in numpy.array_split(rows, -(-len(rows) // TOGETHER)):
             shares[part, 0], shares[part, 1:] = pages * layout.page_size, part[0]

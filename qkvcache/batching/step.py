@@ -44,8 +44,8 @@ class Batch:
     ring: Ints
     since: Ints
     """The rows of the rings, and the first token from which each ring has all, as far as it has slots."""
-    together: bool = False
-    """Whether tokens that rows share are read once for several rows."""
+    tables: BlockTables | None = None
+    """Finds the tokens that rows share; None: each row reads its own."""
     shares: numpy.ndarray | None = None
     """The shares of the rows of `table`, as of `shares_of`."""
 
@@ -62,7 +62,7 @@ class Batch:
         """The requests at the indices `at` of the batch."""
         past, end, ring, since = (x[at] for x in (self.past, self.end, self.ring, self.since))
         longest = -(-int(end.max(initial=1)) // self.layout.page_size)
-        return Batch(self.layout, self.rings, self.blocks[at, :longest], past, end, ring, since, self.together)
+        return Batch(self.layout, self.rings, self.blocks[at, :longest], past, end, ring, since, self.tables)
 
     @property
     def past_read(self) -> Ints:
@@ -78,6 +78,12 @@ class Batch:
         """The columns and the table of `PagedInputs` for the last token of each request, once all are written."""
         window = self.layout.window
         return self._read(self.end, 0 * self.end if window is None else numpy.maximum(self.end - window, 0))
+
+    def find_shares(self, columns: Ints, blocks: numpy.ndarray) -> numpy.ndarray | None:
+        """The shares of the rows of `after`."""
+        if self.tables is None or not len(blocks):
+            return None
+        return self.tables.shares(self.ring, blocks, columns[:, LENGTH], self.layout)
 
     def _read(self, end: Ints, begin: Ints) -> tuple[Ints, numpy.ndarray]:
         """Columns `[B, 8]` and table of the tokens from `begin` to `end`. Tables of windows begin with their page."""
@@ -118,7 +124,7 @@ class Batch:
     def table(self) -> numpy.ndarray:
         """The rows of the block table, int32 `[B, HEADER + P]`, for requests with one new token each."""
         columns, blocks = self.after()
-        self.shares = shares_of(blocks, columns[:, LENGTH], self.layout) if self.together else None
+        self.shares = self.find_shares(columns, blocks)
         table = numpy.zeros((len(columns), HEADER + blocks.shape[1]), numpy.int32)
         table[:, : len(COLUMNS)] = columns
         table[:, PAGE_SLOT : SINK_SLOT + 1] = numpy.maximum(self.writes(), 0).T
@@ -129,29 +135,53 @@ class Batch:
 
 
 class BlockTables:
-    """The blocks of requests, in one row for each ring. They are kept from step to step, and only new blocks are
-    copied."""
+    """The blocks of requests, in one row for each ring, and the rows that share blocks. They are kept from step to step: only new blocks
+    are copied, and shares change only with other rows, exchanged blocks, or another shared page that is complete."""
 
     def __init__(self, rings: int):
         self._blocks = numpy.zeros((rings + 1, 16), numpy.int32)
         self._known = numpy.zeros(rings + 1, numpy.int64)
+        self._stale = numpy.zeros(rings + 1, bool)
+        self._rows: Ints | None = None
+        """The rows of the latest `shares`, or None if their blocks were exchanged since."""
+        self._shared: Ints
+        """For each of them, the number of first pages that others may share, and of those the complete ones."""
+        self._complete: Ints
+        self._shares: numpy.ndarray | None = None
 
     def forget(self, rows: Ints | int) -> None:
-        """Copies `rows` anew at the next read, because they belong to other requests now or their blocks were
-        exchanged."""
-        self._known[rows] = 0
+        """Copies `rows` anew at the next read, because they belong to other requests now or their blocks were exchanged."""
+        self._stale[rows] = True
 
     def read(self, rows: Ints, lists: Sequence[list[int]]) -> numpy.ndarray:
-        """The block lists of `rows` as one array, int32 `[B, P]`. Shorter lists are padded; padding is not read."""
+        """The block lists of `rows` as one array, int32 `[B, P]`. Shorter lists are padded with 0, which is not read."""
         counts = numpy.fromiter(map(len, lists), numpy.int64, len(lists))
         longest = int(counts.max())
         if longest > self._blocks.shape[1]:
             self._blocks = numpy.pad(self._blocks, ((0, 0), (0, longest)))
-        for i in (counts != self._known[rows]).nonzero()[0]:
+        for i in ((counts != self._known[rows]) | self._stale[rows]).nonzero()[0]:
             row, known = rows[i], int(self._known[rows[i]])
-            self._blocks[row, known : counts[i]] = lists[i][known:]
-            self._known[row] = counts[i]
+            begin = 0 if self._stale[row] else known
+            if not numpy.array_equal(self._blocks[row, begin:known], lists[i][begin:known]):
+                self._rows = None
+            self._blocks[row, begin : counts[i]] = lists[i][begin:]
+            self._blocks[row, counts[i] :] = 0
+        self._known[rows], self._stale[rows] = counts, False
         return self._blocks[rows, :longest]
+
+    def shares(self, rows: Ints, blocks: numpy.ndarray, lengths: Ints, layout: BlockLayout) -> numpy.ndarray | None:
+        """`shares_of` rows with these blocks, as they were read last, and `lengths` tokens in pages."""
+        complete = lengths // layout.page_size
+        if self._rows is None or not numpy.array_equal(rows, self._rows):
+            uses = numpy.bincount(blocks.ravel())
+            uses[0] = 0  # padding
+            self._rows = rows
+            self._shared = (numpy.arange(1, blocks.shape[1] + 1) * (uses > 1)[blocks]).max(1)
+        elif numpy.array_equal(numpy.minimum(complete, self._shared), self._complete):
+            return self._shares
+        self._complete = numpy.minimum(complete, self._shared)
+        self._shares = shares_of(blocks, self._complete, layout)
+        return self._shares
 
 
 @dataclass
@@ -213,21 +243,11 @@ class PromptChunks:
 
 
 @dataclass
-class Writes:
-    """The slots of the new tokens in pages, in rings and among exact first tokens, int64 `[T]` each; negative for
-    tokens that are not stored there."""
-
-    pages: Tensor
-    ring: Tensor
-    sinks: Tensor
-
-
-@dataclass
 class BatchStep:
-    """One forward pass: the slots that it writes, its rows with one token, its chunks of prompts, and its number of
+    """One forward pass: the slots that it writes, as of `Batch.writes`, its rows with one token, its chunks of prompts, and its number of
     tokens without padding."""
 
-    writes: Writes
+    writes: Sequence[Tensor]
     rows: Rows | None
     chunks: list[PromptChunks] = field(default_factory=list)
     tokens: int = 0
@@ -244,12 +264,11 @@ def step_of_table(table: Tensor, layout: BlockLayout, shares: bool) -> BatchStep
         max_length = max(int(table[:, LENGTH].max()), 1)
     splits = split_rows(table[:, LENGTH], max_length, layout.heads, table[:, SHARES:HEADER] if shares else None)
     rows = Rows(table[:, : len(COLUMNS)], table[:, HEADER:], max_length, splits)
-    return BatchStep(Writes(*table[:, PAGE_SLOT : SINK_SLOT + 1].long().unbind(1)), rows)
+    return BatchStep(table[:, PAGE_SLOT : SINK_SLOT + 1].long().unbind(1), rows)
 
 
 def step_of_batch(batch: Batch, scratch_tokens: int, tokens: int, device: torch.device) -> BatchStep:
-    """The step of a batch padded at its end to `tokens` tokens. Chunks of prompts read their past through a scratch of
-    `scratch_tokens`."""
+    """The step of a batch padded at its end to `tokens` tokens. Chunks of prompts read their past through a scratch of `scratch_tokens`."""
     count = batch.count
     begins = count.cumsum() - count
     single = (count == 1) & (batch.past > 0)
@@ -268,7 +287,7 @@ def step_of_batch(batch: Batch, scratch_tokens: int, tokens: int, device: torch.
     *writes, indices = send([*slots, places], torch.int64, device)
     numbers = (part for group in chunks for part in group.numbers(batch))
     after = decoded.after()
-    found = shares_of(after[1], after[0][:, LENGTH], batch.layout) if batch.together else None
+    found = decoded.find_shares(*after)
     sent = iter(send([*(x.ravel() for x in after), () if found is None else found.ravel(), *numbers], torch.int32, device))
     columns, table, shares = next(sent).view(-1, len(COLUMNS)), next(sent), next(sent)
     for group in chunks:
@@ -282,7 +301,7 @@ def step_of_batch(batch: Batch, scratch_tokens: int, tokens: int, device: torch.
         shared = None if found is None else shares.view(len(places), -1)
         splits = split_rows(columns[:, LENGTH], max_length, batch.layout.heads, shared)
         together = Rows(columns, table, max_length, splits, where)
-    return BatchStep(Writes(*writes), together, chunks, batch.tokens)
+    return BatchStep(writes, together, chunks, batch.tokens)
 
 
 def send(parts: Sequence[Sequence[int] | numpy.ndarray], dtype: torch.dtype, device: torch.device) -> list[Tensor]:

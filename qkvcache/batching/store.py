@@ -16,7 +16,7 @@ from ..kernels.select_blocks import pays
 from .layout import BlockLayout
 from .rings import Rings
 from .statistics import Statistics
-from .step import Batch, BatchStep, BlockTables, Rows, Writes, step_of_batch, step_of_table
+from .step import Batch, BatchStep, BlockTables, Rows, step_of_batch, step_of_table
 
 
 class LayerGroup:
@@ -76,12 +76,13 @@ class PageStore:
         options: dict[str, Any] = {"splits": rows.splits, "budget": budget, "launches": self.launches[layer]}
         return PagedInputs(pages, sinks, self._ring(layer), rows.columns, rows.max_length, **options)
 
-    def write(self, layer: int, writes: Writes, x: Pair) -> None:
-        """Quantizes keys and values `[1, H, T, D]` into pages, and stores the first and the last tokens in the model's
-        dtype."""
-        pages, sinks = self._pages(layer, writes.pages[:0, None], None)
-        quantize_into(pages, x, writes.pages[None, None])
-        store_rows(x, self._ring(layer), writes.ring[None], sinks, writes.sinks[None])
+    def write(self, layer: int, writes: Sequence[Tensor], x: Pair) -> None:
+        """Quantizes keys and values `[1, H, T, D]` into pages, and stores the first and the last tokens in the model's dtype. `writes`: as
+        of `Batch.writes`."""
+        in_pages, in_ring, in_sinks = writes
+        pages, sinks = self._pages(layer, in_pages[:0, None], None)
+        quantize_into(pages, x, in_pages[None, None])
+        store_rows(x, self._ring(layer), in_ring[None], sinks, in_sinks[None])
 
     def calibrate(self, layer: int, x: Pair) -> None:
         """Freezes the statistics of a layer when its first prompts are read, from keys and values `[1, H, T, D]`. They
@@ -104,8 +105,7 @@ class PageStore:
     # A forward pass.
 
     def prepare(self, requests: Sequence[str], blocks: Sequence[Sequence[list[int]]], past: Sequence[int], count: Sequence[int]) -> None:
-        """Plans the next tokens of a batch, `count` after `past` of each request, whose `blocks` are given for each
-        group."""
+        """Plans the next tokens of a batch, `count` after `past` of each request, whose `blocks` are given for each group."""
         before = numpy.array(past)
         after = before + numpy.array(count)
         rows, since = self.rings.extend(requests, before, after)
@@ -116,8 +116,8 @@ class PageStore:
         for group, lists in zip(self.groups, blocks, strict=True):
             group.tables.forget(rows[since == before])  # they may have belonged to other requests
             table = group.tables.read(rows, lists)
-            together = self._together and not self.reads_few
-            group.batch = Batch(group.layout, self.rings, table, before, after, rows, since, together)
+            together = self._together and not self.reads_few and group.layout.window is None
+            group.batch = Batch(group.layout, self.rings, table, before, after, rows, since, group.tables if together else None)
 
     def step_of(self, layer: int, block_table: Tensor | None, tokens: int) -> BatchStep:
         """The slots that this forward pass of `tokens` tokens reads and writes. They are computed in the first layer of

@@ -1,8 +1,8 @@
 """All that compressed pages touch of transformers' continuous batching: subclasses, replaced methods, private names.
 
 Other modules of this folder know tensors, requests and blocks, and import nothing of it. Importing this module checks
-the installed release: it raises NotImplementedError if a name is missing, or if a method that is called or overridden
-has other parameters. `tests/batching/test_batching_contract.py` has a test for each touch.
+the installed release: it raises NotImplementedError if a name is missing, or if an overridden method has other
+parameters. `tests/batching/test_batching_contract.py` has a test for each touch.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import copy
 import inspect
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain, islice, takewhile
 from math import ceil, lcm
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -32,7 +32,7 @@ from ..prefix import PrefixStore
 from ..prefix.pages import StoredPages
 from .attention import NAME, paged_attention
 from .layout import PAGE_ALIGNMENT, BlockLayout
-from .metrics import Counters, Metrics
+from .metrics import Metrics
 from .requests import ASKED, Asked, StopStrings, check_prompt
 from .rings import Rings
 from .sampling import GREEDY, gumbel, key, sampling_options
@@ -60,7 +60,6 @@ try:
         group_layers_by_attn_type,
     )
     from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, CachePool, FullAttentionCacheAllocator
-    from transformers.generation.continuous_batching.cache_allocators.cache_allocator import BlockLedger
     from transformers.generation.continuous_batching.cb_logits_processors import (
         ContinuousBatchingLogitsProcessor,
         ContinuousBatchingLogitsProcessorList,
@@ -70,44 +69,10 @@ try:
     from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
     from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs, ContinuousBatchingIOs
     from transformers.generation.continuous_batching.requests import FutureRequestState, GenerationOutput, RequestState, RequestStatus
-    from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, Scheduler
+    from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
     from transformers.generation.continuous_batching.utils import WorkloadHints, get_accelerator_graph_name, stream_context
 except ImportError as error:
     raise unsupported(error) from error
-
-CALLED: Mapping[Callable, str] = {
-    GenerationMixin.init_continuous_batching: "generation_config continuous_batching_config workload_hints",
-    ContinuousBatchingManager.__init__: "model generation_config continuous_batching_config workload_hints",
-    ContinuousBatchProcessor.__init__: (
-        "cache config generation_config continuous_batching_config logit_processor input_queue cancel_queue output_router "
-        "background_thread_status model_device model_dtype scheduler distributed_helper"
-    ),
-    ContinuousBatchProcessor._handle_request_error: "error state",
-    Scheduler.__init__: "cache safety_margin max_requests_per_batch",
-    Scheduler.add_waiting_request: "state",
-    Scheduler._get_waiting_candidates: "",
-    Scheduler._infer_request_tokens: "state request_ids_to_remove_from_waiting",
-    Scheduler.clear_cancelled_requests: "",
-    Scheduler.finish_request: "request_id",
-    ContinuousBatchingLogitsProcessorList.check_kwargs: "kwargs",
-    PagedAttentionMemoryHandler.__init__: (
-        "config cb_config dtype bytes_per_sector tokens_per_sector bytes_per_block attn_types model_supports_logits_to_keep"
-    ),
-    PagedAttentionCache.__init__: "config continuous_batching_config device distributed_helper dtype model_supports_logits_to_keep",
-    FullAttentionCacheAllocator._before_cache_tensor_init: "index layer_indices tokens_per_page bytes_per_page allow_block_sharing",
-    FullAttentionCacheAllocator._after_cache_tensor_init: "non_trash_bytes bytes_per_sector cache_tensor pool",
-    FullAttentionCacheAllocator.get_bytes_per_page: "num_key_value_heads head_dim cache_dtype page_size",
-    FullAttentionCacheAllocator.match_prefix_blocks: "prompt_ids",
-    FullAttentionCacheAllocator.acquire_prefix_blocks: "request_id prefix_len block_ids",
-    FullAttentionCacheAllocator.mark_complete_blocks: "request_id token_ids new_new_blocks",
-    BlockLedger.release: "block_id no_cache",
-    CachePool.free_blocks: "index block_ids",
-    group_layers_by_attn_type: "config",
-    CachePool.__init__: "num_sectors num_allocators num_reserved_sectors",
-    update_cb_config_after_cache_creation: "cb_config num_blocks max_batch_tokens",
-}
-"""The parameters of functions that are called here. Those of methods that are overridden are compared with the overriding ones."""
-
 
 FETCHED = "pages that were fetched"
 """The id of the request that fetched pages belong to until they are matched."""
@@ -118,59 +83,6 @@ RING_SHARE = 16
 # The pool.
 
 
-class Sizing(PagedAttentionMemoryHandler):
-    """transformers' computation of the memory for a pool.
-
-    Args:
-        compressed: without masks, and without a dense copy of the keys and values that a step reads.
-        free: free bytes; None asks the device. The config's share `max_memory_percent` of these bytes, less `taken`, is
-            used.
-    """
-
-    def __init__(self, *, compressed: bool, free: float | None = None, taken: int = 0, **kwargs: Any):
-        self._compressed, self._free, self._taken = compressed, free, taken
-        super().__init__(**kwargs)
-        if compressed:
-            self.num_attention_masks = 0
-
-    def get_available_memory(self) -> int:
-        share = self.cb_config.max_memory_percent or 0.0  # resolved by then
-        available = super().get_available_memory() if self._free is None else int(self._free * share)
-        return available - int(self._taken * share)
-
-    @property
-    def bytes_per_cache_token(self) -> int:
-        if not self._compressed:
-            return super().bytes_per_cache_token
-        return self.io_multiplier * self.num_groups * torch.int64.itemsize  # read indices
-
-    @property
-    def fixed_overhead_bytes(self) -> int:
-        return super().fixed_overhead_bytes + CHUNK_BYTES * self._compressed
-
-
-@dataclass(frozen=True)
-class PoolSize:
-    """The allocation for all requests.
-
-    sectors: sectors of `bytes_per_sector` bytes, which are divided into blocks.
-    blocks: as many blocks of `page_size` tokens, each with a page of every layer, are as large.
-    rings: requests that can have exact last tokens at the same time.
-    batch_tokens: new tokens of a step.
-    groups: for each group of layers, the blocks in a sector, and the window.
-    bytes_per_block, bytes_per_ring: over all layers.
-    """
-
-    sectors: int
-    blocks: int
-    rings: int
-    batch_tokens: int
-    groups: tuple[tuple[int, int | None], ...]
-    bytes_per_sector: int
-    bytes_per_block: int
-    bytes_per_ring: int
-
-
 def page_layout(
     config: PreTrainedConfig, format: Format, heads: int, head_dim: int, page_size: int, num_sink_tokens: int, dtype: torch.dtype
 ) -> BlockLayout:
@@ -179,55 +91,80 @@ def page_layout(
     return BlockLayout(format, heads, head_dim, page_size, sinks, dtype)
 
 
-def pool_size(
-    config: PreTrainedConfig,
-    cb_config: ContinuousBatchingConfig,
-    dtype: torch.dtype,
-    page_bytes: int,
-    ring_bytes: int,
-    *,
-    logits_to_keep: bool,
-    max_requests: int | None = None,
-    free: float | None = None,
-    least: Callable[[int], int] = int,
-) -> PoolSize:
+class PoolSize(PagedAttentionMemoryHandler):
     """The pool and the rings that fit into the free memory.
+
+    sectors: sectors of `bytes_per_sector` bytes, which are divided into blocks.
+    blocks: as many blocks of `page_size` tokens, each with a page of every layer, are as large.
+    rings: requests that can have exact last tokens at the same time; never more than blocks, since a request has at least one.
+    batch_tokens: new tokens of a step.
+    groups: for each group of layers, the blocks in a sector, and the window.
+    bytes_per_block, bytes_per_ring: over all layers.
 
     Args:
         cb_config: a config that is resolved as by transformers' managers.
         page_bytes: bytes of a page of one layer, with the KV heads of one GPU.
-        ring_bytes: bytes of the exact last tokens of a request in one layer (`BlockLayout.ring_bytes`); 0: pages are those of
-            transformers, without rings.
+        ring_bytes: bytes of the exact last tokens of a request in one layer; 0: pages are those of transformers, without rings.
         logits_to_keep: whether the model can compute logits of selected tokens only.
-        max_requests: number of rings; None: as many as fit into a share of the memory, up to
-            `cb_config.max_requests_per_batch`. There are never more than blocks: a request has at least one.
+        max_requests: number of rings; None: as many as fit into a share of the memory, up to `cb_config.max_requests_per_batch`.
         free: free bytes before anything is allocated; None asks the device.
         least: the minimum of a count over the GPUs of a tensor-parallel group.
     """
-    layers = group_layers_by_attn_type(config)
-    sector = lcm(*(len(held) * page_bytes for held in layers.values()), PAGE_ALIGNMENT)
-    windows = (config.sliding_window if name != FULL_ATTENTION else None for name in layers)
-    groups = tuple((sector // (len(held) * page_bytes), window) for held, window in zip(layers.values(), windows, strict=True))
-    block, ring = config.num_hidden_layers * page_bytes, config.num_hidden_layers * ring_bytes
 
-    def sizing(rings: int) -> Sizing:
-        return Sizing(
-            compressed=ring > 0, taken=rings * ring, free=free, config=config, cb_config=cb_config, dtype=dtype, bytes_per_sector=sector,
-            bytes_per_block=block, attn_types=list(layers), tokens_per_sector=cb_config.page_size * max(blocks for blocks, _ in groups),
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        cb_config: ContinuousBatchingConfig,
+        dtype: torch.dtype,
+        page_bytes: int,
+        ring_bytes: int,
+        *,
+        logits_to_keep: bool,
+        max_requests: int | None = None,
+        free: float | None = None,
+        least: Callable[[int], int] = int,
+    ):
+        layers = group_layers_by_attn_type(config)
+        sector = lcm(*(len(held) * page_bytes for held in layers.values()), PAGE_ALIGNMENT)
+        self.groups = tuple(
+            (sector // (len(held) * page_bytes), None if name == FULL_ATTENTION else config.sliding_window) for name, held in layers.items()
+        )
+        self.bytes_per_ring, self._free = config.num_hidden_layers * ring_bytes, free
+        super().__init__(
+            config=config, cb_config=cb_config, dtype=dtype, bytes_per_sector=sector, bytes_per_block=config.num_hidden_layers * page_bytes,
+            tokens_per_sector=cb_config.page_size * max(blocks for blocks, _ in self.groups), attn_types=list(layers),
             model_supports_logits_to_keep=logits_to_keep,
         )  # fmt: skip
+        self._all, rings = self.available_memory, 0
+        if ring_bytes:
+            self.num_attention_masks = 0
+            most = least(self._all // RING_SHARE // self.bytes_per_ring)
+            rings = max(min(cb_config.max_requests_per_batch or most, most), 1) if max_requests is None else max_requests
+        self._fit(rings, least)
+        if self.blocks < rings:
+            self._fit(self.blocks, least)
 
-    def beside(rings: int) -> PoolSize:
-        batch_tokens, sectors = map(least, sizing(rings + 1 if ring else 0).infer_max_batch_tokens_and_num_sectors())
-        return PoolSize(sectors, max(sectors * sector // block, 1), rings, batch_tokens, groups, sector, block, ring)
+    def _fit(self, rings: int, least: Callable[[int], int]) -> None:
+        self.rings = rings
+        self.available_memory = self._all - int((rings + 1) * self.bytes_per_ring * self._share)
+        self.batch_tokens, self.sectors = map(least, self.infer_max_batch_tokens_and_num_sectors())
+        self.blocks = max(self.sectors * self.bytes_per_sector // self.bytes_per_block, 1)
 
-    if not ring:
-        return beside(0)
-    if max_requests is None:
-        most = least(sizing(0).available_memory // RING_SHARE // ring)
-        max_requests = max(min(cb_config.max_requests_per_batch or most, most), 1)
-    size = beside(max_requests)
-    return size if size.blocks >= max_requests else beside(size.blocks)
+    @property
+    def _share(self) -> float:
+        return self.cb_config.max_memory_percent or 0.0  # resolved by then
+
+    def get_available_memory(self) -> int:
+        return super().get_available_memory() if self._free is None else int(self._free * self._share)
+
+    @property
+    def bytes_per_cache_token(self) -> int:
+        """Without a dense copy of the keys and values that a step reads: read indices."""
+        return self.io_multiplier * self.num_groups * torch.int64.itemsize if self.bytes_per_ring else super().bytes_per_cache_token
+
+    @property
+    def fixed_overhead_bytes(self) -> int:
+        return super().fixed_overhead_bytes + (CHUNK_BYTES if self.bytes_per_ring else 0)
 
 
 class CompressedAllocator(FullAttentionCacheAllocator):
@@ -267,8 +204,7 @@ class CompressedAllocator(FullAttentionCacheAllocator):
         return super()._compute_blocks_needed(allocated_blocks, 0, tokens)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Frees the blocks of a request, the last ones first: more requests share its first ones, which are evicted
-        last."""
+        """Frees the blocks of a request, the last ones first: more requests share its first ones, which are evicted last."""
         self.block_table.get(request_id, []).reverse()
         super().free_blocks(request_id, no_cache)
 
@@ -308,7 +244,7 @@ class CompressedPagedCache(PagedAttentionCache):
         residual_length: int,
         budget: AttentionBudget | None,
         statistics: Statistics,
-        counters: Counters,
+        counters: Metrics,
         max_requests: int | None,
         max_blocks_per_request: int | None,
         store: PrefixStore | None = None,
@@ -322,7 +258,7 @@ class CompressedPagedCache(PagedAttentionCache):
         stock: list[Any] = list(self.cache_allocators.values())
         heads, head_dim, page_size = stock[0].num_key_value_heads, stock[0].head_dim, stock[0].tokens_per_page
         layout = page_layout(config, statistics.format, heads, head_dim, page_size, num_sink_tokens, dtype)
-        size = pool_size(
+        size = PoolSize(
             config, continuous_batching_config, dtype, layout.nbytes, layout.ring_bytes(residual_length),
             logits_to_keep=model_supports_logits_to_keep, max_requests=max_requests,
             least=lambda count: _least(count, distributed_helper, device),
@@ -394,17 +330,16 @@ class CompressedPagedCache(PagedAttentionCache):
                 "raise max_memory_percent or num_blocks of the ContinuousBatchingConfig"
             )
 
-    def metrics(self) -> dict[str, int]:
+    def gauges(self) -> dict[str, int]:
         """The fields of `Metrics` that are of pages and rings."""
-        block = self.store.groups[0].layout.nbytes * len(self.store.group_of)
-        cached = self._cached_bytes
+        layout, rings = self.store.groups[0].layout, self.store.rings
+        block = layout.nbytes * len(self.store.group_of)
         used = self.num_sectors * self.bytes_per_sector - self.compute_free_capacity(relative=False)
-        rings = self.store.rings
         return {
             "pages_used": ceil(used / block),
-            "pages_cached": ceil(cached / block),
+            "pages_cached": ceil(self._cached_bytes / block),
             "pages_total": self.num_blocks,
-            "page_size": self.store.groups[0].layout.page_size,
+            "page_size": layout.page_size,
             "rings": rings.count,
             "page_bytes": self.cache_tensor.nbytes,
             "ring_bytes": rings.tensor.nbytes,
@@ -423,8 +358,7 @@ class CompressedPagedCache(PagedAttentionCache):
     # The lifetime of a request.
 
     def matched(self, prompt_ids: list[int]) -> list[int]:
-        """The tokens of a prompt that blocks are searched for: not the last ones, which are computed again, so that the
-        ring has them."""
+        """The tokens of a prompt that blocks are searched for: not the last ones, which are computed again, so that the ring has them."""
         return prompt_ids[: max(len(prompt_ids) - self.store.rings.slots + 1, 0)]
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
@@ -590,8 +524,7 @@ class Request(RequestState):
 
 
 class Requests:
-    """A mixin for schedulers: requests know how many of their tokens were cached, and cancelled requests are dropped
-    completely."""
+    """A mixin for schedulers: requests know how many of their tokens were cached, and cancelled requests are dropped completely."""
 
     forget: Callable[[str], None]
     cache: CompressedPagedCache
@@ -613,6 +546,8 @@ class Requests:
         tokens = super()._infer_request_tokens(state, *args)  # type: ignore[misc]
         if isinstance(state, Request) and state.cached_tokens is None:
             state.cached_tokens = state.position_offset
+            if state.asked is not None:
+                state.asked.cached_tokens = state.position_offset
             self.cache.counters.prompt_tokens += len(state.initial_tokens)
             self.cache.counters.cached_tokens += state.position_offset
         return tokens
@@ -772,8 +707,7 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 class CompressedManager(ContinuousBatchingManager):
-    """A manager whose requests are in compressed pages. `options`: those of `CompressedPagedCache` that the config does
-    not have."""
+    """A manager whose requests are in compressed pages. `options`: those of `CompressedPagedCache` that the config does not have."""
 
     def __init__(
         self,
@@ -838,6 +772,8 @@ class CompressedManager(ContinuousBatchingManager):
             self.cache.sessions.close()
         self.destroy()
         self.batch_processor = None
+        if getattr(self.model, _CACHED, None) is self:
+            delattr(self.model, _CACHED)
         for layer in self.compiled:
             layer._compiled_call_impl = None
 
@@ -849,14 +785,13 @@ class CompressedManager(ContinuousBatchingManager):
         streaming: bool = False,
         record_timestamps: bool = False,
         eos_token_id: int | list[int] | None = None,
-        stop: StopStrings | None = None,
         **options: Any,
     ) -> str | None:
         """Adds a request. Its answer ends at the model's last position at the latest.
 
         Args:
-            stop: strings that end the answer. The answer includes the tokens of the string.
-            options: `temperature`, `top_p` and `seed` of this request, if the config has `per_request_processors`.
+            options: `stop`, the `StopStrings` that end the answer, which includes their tokens; and `temperature`, `top_p` and `seed` of
+                this request, if the config has `per_request_processors`.
 
         Raises:
             ValueError, TypeError: a prompt that `check_prompt` refuses, or options that the manager does not have;
@@ -875,7 +810,7 @@ class CompressedManager(ContinuousBatchingManager):
             self._check_unused(request_id)
         if asked is not None:
             options = dict(asked.options)
-            stop = options.pop("stop", None)
+        stop = options.pop("stop", None)
         try:
             wanted = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
             tokens, most = check_prompt(self.model.config, input_ids, wanted)
@@ -908,8 +843,7 @@ class CompressedManager(ContinuousBatchingManager):
     def add_requests(  # type: ignore[override]
         self, inputs: list[list[int]], max_new_tokens: int | None = None, **options: Any
     ) -> list[str]:
-        """Adds requests as transformers does. One wrong prompt refuses all of them; a request that does not fit fails
-        alone."""
+        """Adds requests as transformers does. One wrong prompt refuses all of them; a request that does not fit fails alone."""
         for ids in inputs:
             check_prompt(self.model.config, ids, max_new_tokens)
         names = self._request_ids(len(inputs))
@@ -943,16 +877,6 @@ class CompressedManager(ContinuousBatchingManager):
         with self.output_router._lock:
             self.output_router.result_handlers.pop(request_id, None)
 
-    def register_result_handler(self, request_id: str, callback: Callable) -> None:
-        asked = ASKED.get()
-
-        def noted(output: Any) -> None:
-            if asked is not None:
-                asked.cached_tokens = output.cached_tokens
-            callback(output)
-
-        super().register_result_handler(request_id, noted)
-
     @property
     def cache(self) -> CompressedPagedCache:
         return self.batch_processor.cache  # type: ignore[union-attr, return-value]
@@ -963,18 +887,16 @@ class CompressedManager(ContinuousBatchingManager):
             self.batch_processor = self._create_batch_processor()
         return self.cache
 
-    def metrics(self, counters: Counters) -> Metrics:
-        """The current metrics, without pages while there is no processor."""
-        counts: dict[str, int] = dict(vars(counters))
+    def gauges(self) -> dict[str, int]:
+        """The fields of `Metrics` that are of one moment."""
         waiting, processor = self.input_queue.qsize(), self.batch_processor
-        if processor is not None:
-            waiting += len(processor.scheduler.waiting_requests)
-            counts |= self.cache.metrics() | {"running": len(processor.scheduler.active_requests)}
-        return Metrics(waiting=waiting, **counts)
+        if processor is None:
+            return {"waiting": waiting}
+        scheduler = processor.scheduler
+        return self.cache.gauges() | {"waiting": waiting + len(scheduler.waiting_requests), "running": len(scheduler.active_requests)}
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
-        """Makes or resets the processor on the current stream and waits for it, since other streams copy and compute
-        the first batch."""
+        """Makes or resets the processor on the current stream and waits for it, since other streams copy and compute the first batch."""
         if isinstance(processor := getattr(self, "batch_processor", None), ContinuousBatchProcessor):
             processor.reset()
         else:
@@ -1023,41 +945,9 @@ class CompressedManager(ContinuousBatchingManager):
         )
 
 
-# The model, some of whose methods are replaced on the instance.
+# The model.
 
-_METHOD, _BATCH, _CACHED = "init_continuous_batching", "generate_batch", "_cached_continuous_batching_manager"
-
-
-def is_patched(model: PreTrainedModel) -> bool:
-    return _METHOD in model.__dict__
-
-
-def patch(model: PreTrainedModel, init: Callable[..., CompressedManager], generate_batch: Callable[..., Any]) -> None:
-    """Replaces `init_continuous_batching` and `generate_batch` of a model."""
-    model.__dict__ |= {_METHOD: init, _BATCH: generate_batch}
-
-
-def restore(model: PreTrainedModel, init: Callable[..., CompressedManager], manager: CompressedManager | None, attention: str) -> bool:
-    """Undoes `patch` with this `init`: stops the manager, and gives the model its own methods and its `attention`
-    implementation. Returns whether there was something to undo."""
-    if model.__dict__.get(_METHOD) is not init:
-        return False
-    del model.__dict__[_METHOD], model.__dict__[_BATCH]
-    if manager is not None:
-        manager.close()
-        if model.config._attn_implementation != attention:  # left by a manager that never started
-            model.set_attn_implementation(attention)
-    if getattr(model, _CACHED, None) is manager:
-        model.__dict__.pop(_CACHED, None)
-    return True
-
-
-def stock_generate_batch(model: PreTrainedModel, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """The method of the model's class. Raises TypeError for options that it would ignore."""
-    stock: Any = type(model).generate_batch  # type: ignore[attr-defined]
-    if unknown := options.keys() - inspect.signature(stock).parameters - {"max_new_tokens"}:
-        raise TypeError(f"generate_batch has no option {', '.join(sorted(unknown))}: the generation config may")
-    return stock
+_CACHED = "_cached_continuous_batching_manager"
 
 
 def manager_for(
@@ -1083,28 +973,22 @@ def manager_for(
     return CompressedManager(model, generation, config, workload_hints, **options)
 
 
-def expected_parameters() -> dict[Callable, list[str]]:
-    """The parameters that each function of transformers must have that is called or overridden here."""
-    found = {function: names.split() for function, names in CALLED.items()}
-    subclasses = (CompressedManager, CompressedProcessor, BatchInputs, Request, Sampling, CompressedPagedCache, CompressedAllocator)
-    for kind in subclasses:
+def overridden() -> dict[Callable, list[str]]:
+    """The parameters that each method of transformers must have that is overridden here."""
+    found: dict[Callable, list[str]] = {}
+    for kind in (CompressedManager, CompressedProcessor, BatchInputs, Request, Sampling, CompressedPagedCache, CompressedAllocator):
         for name, method in vars(kind).items():
             stock = getattr(kind.__mro__[1], name, None)
-            if inspect.isfunction(method) and inspect.isfunction(stock) and name not in ("__init__", "add_requests"):
-                wanted = _parameters(method)
-                found[stock] = wanted if name != "add_request" else [*wanted[:6], "logit_processor_kwargs"]
+            if inspect.isfunction(method) and inspect.isfunction(stock) and name not in ("__init__", "add_request", "add_requests"):
+                found[stock] = list(inspect.signature(method).parameters)
     return found
 
 
 def check_release() -> None:
-    """Raises NotImplementedError if a function of transformers has other parameters."""
-    for function, expected in expected_parameters().items():
-        if _parameters(function) != expected:
-            raise unsupported(f"{function.__qualname__} takes {_parameters(function)}, not {expected}")
-
-
-def _parameters(function: Callable) -> list[str]:
-    return [name for name in inspect.signature(function).parameters if name != "self"]
+    """Raises NotImplementedError if an overridden method has other parameters."""
+    for method, expected in overridden().items():
+        if (found := list(inspect.signature(method).parameters)) != expected:
+            raise unsupported(f"{method.__qualname__} takes {found}, not {expected}")
 
 
 check_release()

@@ -84,7 +84,7 @@ def plan_batching(
 
     from ..batching.attention import NAME
     from ..batching.context import check_config, check_format
-    from ..batching.transformers_adapter import FullAttentionCacheAllocator, page_layout, pool_size
+    from ..batching.transformers_adapter import FullAttentionCacheAllocator, PoolSize, page_layout
 
     check_config(config)
     text = copy.deepcopy(text_config(config))
@@ -98,12 +98,12 @@ def plan_batching(
     if format is None:
         text._attn_implementation = "flash_attention_2"  # the fastest for transformers' own pages, without masks
         page = FullAttentionCacheAllocator.get_bytes_per_page(shape.heads, shape.head_dim, dtype, PAGE_SIZE)
-        size = pool_size(text, batching, dtype, page, 0, **options)
+        size = PoolSize(text, batching, dtype, page, 0, **options)
     else:
         text._attn_implementation = NAME
         chosen = check_format(format, shape.head_dim)
         layout = page_layout(text, chosen, shape.heads, shape.head_dim, PAGE_SIZE, num_sink_tokens, dtype)
-        size = pool_size(text, batching, dtype, layout.nbytes, layout.ring_bytes(residual_length), **options)
+        size = PoolSize(text, batching, dtype, layout.nbytes, layout.ring_bytes(residual_length), **options)
     counts = fitting(kinds, size.sectors, PAGE_SIZE, size.rings or MOST_REQUESTS, size.groups)
     of_all = size.bytes_per_block * tensor_parallel, size.bytes_per_ring * tensor_parallel
     return BatchingPlan(kinds, counts, PAGE_SIZE, size.blocks, size.rings, *of_all)
@@ -131,9 +131,8 @@ def fitting(
     most: int,
     groups: Sequence[tuple[int, int | None]] = ((1, None),),
 ) -> tuple[int, ...]:
-    """The number of requests of each kind that fit into `sectors`, at most `most` in all, in proportion to their weights.
-    Each next request is of the kind that is furthest below its share. `groups`: of each group of layers the blocks in a
-    sector, and the window."""
+    """The number of requests of each kind that fit into `sectors`, at most `most` in all, in proportion to their weights. Each next request
+    is of the kind that is furthest below its share. `groups`: of each group of layers the blocks in a sector, and the window."""
     total = sum(weight for weight, _, _ in kinds)
     counts, blocks = [0] * len(kinds), [0] * len(groups)
     for turn in range(1, most + 1):

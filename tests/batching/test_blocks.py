@@ -131,10 +131,10 @@ def test_a_ring_that_another_request_takes():
     assert extend(0, 5, "c") == (a, [0], [3])
     assert extend(10, 11, "a") == (b, [0], [1]) and "b" not in rings.by_request
     assert extend(11, 12, "a", "c") == ([*b, *a], [1, 0], [2, 1])  # the ring of the second ends at 5
-    assert extend(12, 13, "d", "a") == ([*b, *a], [0, 0], [1, 1])  # each takes the ring of the one that was used before
+    assert extend(12, 13, "d", "a") == ([*a, *b], [0, 2], [1, 3])  # a request of the same step keeps its ring
     rings.release("a")
     rings.fork("d", "e")
-    assert rings.copies == [(*b, *a)] and extend(13, 14, "d", "e") == ([*b, *a], [1, 1], [2, 2])
+    assert rings.copies == [(*a, *b)] and extend(13, 14, "d", "e") == ([*a, *b], [1, 1], [2, 2])
     ring = torch.arange(2 * 4.0).view(2, 1, 4, 1)
     assert Rings.unroll(ring, 1, 2, 3).flatten().tolist() == [6, 7, 4]
 

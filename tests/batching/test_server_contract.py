@@ -3,6 +3,7 @@
 import ast
 import inspect
 import textwrap
+from pkgutil import resolve_name
 
 import pytest
 import transformers
@@ -32,7 +33,8 @@ def test_the_constructor_starts_the_server_last():
     last = ast.unparse(body[-1])
     assert last.startswith("if non_blocking:\n    self.start_server()") and "self.server.run()" in last
     names = {ast.unparse(node) for node in ast.walk(ast.Module(body, [])) if isinstance(node, ast.Attribute)}
-    assert {"self._model_manager", "self._generation_state", "self.server"} <= names
+    handlers = {"self._chat_handler", "self._completion_handler", "self._response_handler"}
+    assert {"self._model_manager", "self._generation_state", "self.server", *handlers} <= names
 
 
 def test_the_server_asks_the_instance_of_the_model_manager():
@@ -52,8 +54,11 @@ def test_the_state_of_generation_can_be_shut_down():
 
 
 def test_handlers_pass_what_the_front_relies_on():
-    """The id of the middleware, one manager for each way to generate, and a request that is added before it streams."""
-    assert "handle_request(body, request.state.request_id)" in inspect.getsource(server)
+    """The body and the id of a request, one manager for each way to generate, and a request that is added before it streams."""
+    for name in ("chat_completion.ChatCompletion", "completion.Completion", "response.Response"):
+        kind = resolve_name(f"transformers.cli.serving.{name}Handler")
+        assert parameters(kind.handle_request) == ["self", "body", "request_id"]
+        assert "return StreamingResponse(" in inspect.getsource(kind) and "return JSONResponse(" in inspect.getsource(kind)
     for kind in (CBGenerateManager, GenerateManager):
         for name in ("generate_streaming", "generate_non_streaming"):
             assert parameters(getattr(kind, name))[:6] == ["self", "model", "processor", "inputs", "gen_config", "request_id"]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import numpy
 import pytest
 import torch
 
 from qkvcache import continuous_batching
-from qkvcache.batching import layout, shares
+from qkvcache.batching import layout, shares, step
 from qkvcache.formats import Int8
 from qkvcache.kernels import fused
 from tests.matrix import model
+from tests.seeds import SEED
 
 from .requests import answers, assert_same, prompts, serving, single
 
@@ -22,7 +26,7 @@ def shared(lists: list[list[int]], lengths: list[int]) -> list[list[int]]:
     blocks = numpy.zeros((len(lists), max(map(len, lists))), numpy.int32)
     for row, found in enumerate(lists):
         blocks[row, : len(found)] = found
-    found = shares.shares_of(blocks, numpy.array(lengths), PAGES)
+    found = shares.shares_of(blocks, numpy.array(lengths) // PAGES.page_size, PAGES)
     return [] if found is None else [[pages // 64, *rows] for pages, *rows in found.tolist()]
 
 
@@ -44,6 +48,38 @@ def test_rows_are_grouped_where_they_share_most(monkeypatch):
     assert shared([[1], [1], [1], [2, 0], [3, 0], [4, 0]], [60, 40, 60, 100, 64, 64]) == []
     monkeypatch.setattr(shares, "LEAST_SPARED", 2 * 64 + 1)
     assert shared([[1, 2], [1, 3], [1, 4]], [100] * 3) == []
+
+
+def test_shares_are_found_anew_only_where_they_change(monkeypatch):
+    """While requests of two prompts come, grow by pages of their own, exchange pages for equal ones, and leave."""
+    monkeypatch.setattr(shares, "LEAST_SPARED", 1)
+    searches, groups = [], shares._groups
+    monkeypatch.setattr(shares, "_groups", lambda *args: (searches.append(args[3]), groups(*args))[1])
+    tables, draw, page = step.BlockTables(12), random.Random(SEED), itertools.count(100)
+    lists = [[1 + i % 2, 3 + i % 2] for i in range(12)]
+    ends = [draw.randint(1, 128) for _ in lists]
+    batch, steps = list(range(8)), 600
+    for turn in range(steps):
+        if turn % 100 == 50:
+            batch = sorted(draw.sample(range(12), 8))
+            lists[batch[0]] = list(lists[batch[1]][:2])
+            ends[batch[0]] = 128
+            tables.forget(1 + batch[0])
+        if turn % 100 == 80:
+            first, second = batch[:2]
+            lists[first][:1] = lists[second][:1]
+            tables.forget(1 + first)
+        for i in batch:
+            ends[i] += 1
+            while len(lists[i]) * PAGES.page_size < ends[i]:
+                lists[i].append(next(page))
+        rows = numpy.array(batch) + 1
+        blocks, lengths = tables.read(rows, [lists[i] for i in batch]), numpy.array([ends[i] for i in batch])
+        searches.clear()
+        got = tables.shares(rows, blocks, lengths, PAGES)
+        steps -= not searches
+        assert numpy.array_equal(got, shares.shares_of(blocks, lengths // PAGES.page_size, PAGES))
+    assert 5 < steps < 50
 
 
 def test_answers_of_prompts_that_begin_alike(monkeypatch):
