@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import accumulate
 
 COUNTERS = ("tokens_generated", "prompt_tokens", "cached_tokens", "preemptions", "pages_written", "pages_fetched")
@@ -68,18 +68,17 @@ class Histogram:
         yield from (f"{name}_sum {self.sum}", f"{name}_count {totals[-1]}")
 
 
-def _seconds() -> Histogram:
-    return Histogram(0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+LONG = 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0
+SHORT = 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0
+"""Bounds of histograms, in seconds."""
 
 
-@dataclass
 class Observed:
     """Requests over HTTP by outcome, and the seconds of those that finished: to their first token, for each token after it, and in all."""
 
-    outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("finished", "cancelled", "refused", "failed"), 0))
-    first_token: Histogram = field(default_factory=_seconds)
-    token: Histogram = field(default_factory=lambda: Histogram(0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0))
-    request: Histogram = field(default_factory=_seconds)
+    def __init__(self) -> None:
+        self.outcomes = dict.fromkeys(("finished", "cancelled", "refused", "failed"), 0)
+        self.seconds = {"time_to_first_token": Histogram(*LONG), "time_per_output_token": Histogram(*SHORT), "request": Histogram(*LONG)}
 
     def add(self, outcome: str, begin: float = 0.0, first: float = 0.0, tokens: int = 0) -> None:
         """Counts a request: when it began and had its first token (0: not known), of `time.perf_counter`; the tokens of its answer."""
@@ -87,20 +86,19 @@ class Observed:
         if outcome != "finished":
             return
         end = time.perf_counter()
-        self.request.observe(end - begin)
+        self.seconds["request"].observe(end - begin)
         if first:
-            self.first_token.observe(first - begin)
+            self.seconds["time_to_first_token"].observe(first - begin)
             if tokens > 1:
-                self.token.observe((end - first) / (tokens - 1))
+                self.seconds["time_per_output_token"].observe((end - first) / (tokens - 1))
 
 
 def prometheus(metrics: Metrics | None, observed: Observed, alive: bool) -> str:
     """The metrics in the text format of Prometheus; None: there is no continuous batching."""
     lines = ["# TYPE qkvcache_worker_alive gauge", f"qkvcache_worker_alive {int(alive)}", "# TYPE qkvcache_requests_total counter"]
     lines += [f'qkvcache_requests_total{{outcome="{kind}"}} {count}' for kind, count in observed.outcomes.items()]
-    lines += observed.first_token.lines("qkvcache_time_to_first_token_seconds")
-    lines += observed.token.lines("qkvcache_time_per_output_token_seconds")
-    lines += observed.request.lines("qkvcache_request_seconds")
+    for name, histogram in observed.seconds.items():
+        lines += histogram.lines(f"qkvcache_{name}_seconds")
     for name in (item.name for item in fields(Metrics) if metrics is not None):
         full = f"qkvcache_{name}{'_total' * (name in COUNTERS)}"
         lines += [f"# TYPE {full} {'counter' if name in COUNTERS else 'gauge'}", f"{full} {getattr(metrics, name)}"]

@@ -19,8 +19,6 @@ from ..kernels import Pair
 from ..prefix.disk import save
 from ..prefix.host_memory import as_bytes
 
-SIDES = "key", "value"
-
 
 class Statistics:
     """The statistics of every layer of a model in one format; empty until the first prompts are read."""
@@ -78,42 +76,19 @@ class Statistics:
             digest.update(name.encode() + as_bytes(x.cpu()).tobytes())
         return digest.digest()
 
-    def _tensors(self) -> dict[str, Tensor]:
-        return {
-            f"{layer}.{side}.{name}": x.contiguous()
-            for layer, sides in self.layers.items()
-            for side, codes in zip(SIDES, sides, strict=True)
-            for name, x in codes.items()
-        }
-
     def of_layer(self, layer: int, like: Tensor, rank: int = 0) -> tuple[Codes, Codes]:
-        """The statistics of a layer with keys and values like `like` `[1, H, T, D]`, for the heads of the
-        tensor-parallel `rank`.
+        """The statistics of a layer with keys and values like `like` `[1, H, T, D]`, for the heads of the tensor-parallel `rank`.
 
         Raises ValueError if the file has no statistics for this layer, or statistics of other shapes.
         """
         if layer not in self.layers:
-            sides: list[Codes] = []
             with torch.inference_mode(False):
-                for side, codec in zip(SIDES, (self.format.key, self.format.value), strict=True):
-                    once = codec.allocate_statistics(like)
-                    for name, x in once.items():
-                        self._take(f"{layer}.{side}.{name}", x, rank)
-                    sides.append(once)
-            self.layers[layer] = sides[0], sides[1]
-            if not self.stored and any(sides):
+                self.layers[layer] = self.format.key.allocate_statistics(like), self.format.value.allocate_statistics(like)
+            if self.stored:
+                self._fill(layer, self.stored, rank)
+            elif any(self.layers[layer]):
                 self.pending.add(layer)
         return self.layers[layer]
-
-    def _take(self, key: str, out: Tensor, rank: int = 0) -> None:
-        if not self.stored:
-            return
-        found = self.stored.get(key)
-        if found is not None and found.shape[1] > out.shape[1]:
-            found = found[:, rank * out.shape[1] : (rank + 1) * out.shape[1]]
-        if found is None or found.shape != out.shape:
-            raise ValueError(f"the statistics have no {key} of shape {list(out.shape)}: they were saved for another model")
-        out.copy_(found)
 
     def calibrate(self, layer: int, x: Pair) -> None:
         """Computes the statistics of a layer from keys and values `[1, H, T, D]`, unless it has them. A process that
@@ -126,12 +101,29 @@ class Statistics:
             self._lock = os.open(self.shared.with_suffix(".lock"), os.O_CREAT | os.O_RDWR)
             fcntl.flock(self._lock, fcntl.LOCK_EX)  # until it is closed, or the process ends
             self.known()
-        for side, codec, codes, part in zip(SIDES, (self.format.key, self.format.value), self.layers[layer], x, strict=True):
-            found = {} if self.stored else codec.calibrate(part)
-            for name, out in codes.items():
-                self._take(f"{layer}.{side}.{name}", out) if self.stored else out.copy_(found[name])
+        if not self.stored:
+            self._fill(layer, _named(layer, (self.format.key.calibrate(x[0]), self.format.value.calibrate(x[1]))))
+        else:
+            self._fill(layer, self.stored)
         self.pending.discard(layer)
         if self.shared is not None and self._lock is not None and not self.pending:
             if not self.stored:
                 self.save(self.shared)
             os.close(self._lock)
+
+    def _fill(self, layer: int, found: Codes, rank: int = 0) -> None:
+        for name, out in _named(layer, self.layers[layer]).items():
+            x, heads = found.get(name), out.shape[1]
+            if x is not None and x.shape[1] > heads:
+                x = x[:, rank * heads : (rank + 1) * heads]
+            if x is None or x.shape != out.shape:
+                raise ValueError(f"the statistics have no {name} of shape {list(out.shape)}: they were saved for another model")
+            out.copy_(x)
+
+    def _tensors(self) -> Codes:
+        return {name: x.contiguous() for layer, sides in self.layers.items() for name, x in _named(layer, sides).items()}
+
+
+def _named(layer: int, sides: tuple[Codes, Codes]) -> Codes:
+    """The statistics of keys and values of a layer, by the names that files have."""
+    return {f"{layer}.{side}.{name}": x for side, codes in zip(("key", "value"), sides, strict=True) for name, x in codes.items()}

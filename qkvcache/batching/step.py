@@ -79,12 +79,6 @@ class Batch:
         window = self.layout.window
         return self._read(self.end, 0 * self.end if window is None else numpy.maximum(self.end - window, 0))
 
-    def find_shares(self, columns: Ints, blocks: numpy.ndarray) -> numpy.ndarray | None:
-        """The shares of the rows of `after`."""
-        if self.tables is None or not len(blocks):
-            return None
-        return self.tables.shares(self.ring, blocks, columns[:, LENGTH], self.layout)
-
     def _read(self, end: Ints, begin: Ints) -> tuple[Ints, numpy.ndarray]:
         """Columns `[B, 8]` and table of the tokens from `begin` to `end`. Tables of windows begin with their page."""
         layout, table = self.layout, self.blocks
@@ -124,7 +118,8 @@ class Batch:
     def table(self) -> numpy.ndarray:
         """The rows of the block table, int32 `[B, HEADER + P]`, for requests with one new token each."""
         columns, blocks = self.after()
-        self.shares = self.find_shares(columns, blocks)
+        if self.tables is not None:
+            self.shares = self.tables.shares(self.ring, blocks, columns[:, LENGTH], self.layout)
         table = numpy.zeros((len(columns), HEADER + blocks.shape[1]), numpy.int32)
         table[:, : len(COLUMNS)] = columns
         table[:, PAGE_SLOT : SINK_SLOT + 1] = numpy.maximum(self.writes(), 0).T
@@ -200,46 +195,42 @@ class Rows:
     tiles: Tensor | None = None
 
 
-@dataclass
 class PromptChunks:
-    """Consecutive prompts, or parts of prompts, in a batch: its queries `begin` to `end`. Attention reads the tokens of
-    all of them one after another, only the new tokens if `past` is None."""
+    """Consecutive prompts, or parts of prompts, in a batch: its queries `begin` to `end`. Attention reads the tokens of all of them one
+    after another, only the new tokens if `past` is None.
 
-    at: list[int]
-    """Their indices in the batch."""
-    begin: int
-    end: int
-    tokens: int
-    """Number of past and new tokens."""
-    fits: bool
-    """Whether the scratch has room for these tokens; a single row may have more."""
-    batch: Batch = field(init=False)
-    columns: Ints = field(init=False)
-    """The columns of their past, on the host."""
-    sequences: Sequences = field(init=False)
+    batch: the requests alone.
+    tokens: number of past and new tokens.
+    fits: whether the scratch has room for these tokens; a single row may have more.
+    columns: the columns of their past, on the host.
+    """
+
+    sequences: Sequences
     past: Rows | None = None
 
-    def numbers(self, batch: Batch) -> Sequence[Ints | list[int]]:
+    def __init__(self, batch: Batch, begin: int, scratch_tokens: int):
+        self.batch, self.begin, self.end = batch, begin, begin + batch.tokens
+        self.keys = batch.count + batch.past_read
+        self.tokens = int(self.keys.sum())
+        self.fits = self.tokens <= scratch_tokens
+
+    def numbers(self) -> Sequence[Ints | list[int]]:
         """The numbers to send to the device: the first query of each row and, if any row has a past, also the first
         token of each row, columns, tables and tiles."""
-        self.batch = rows = batch.pick(self.at)
-        keys = rows.count + rows.past_read
-        starts = [numpy.concatenate([[0], numbers.cumsum()]) for numbers in (rows.count, keys)]
-        if not rows.past_read.any():
+        starts = [numpy.concatenate([[0], numbers.cumsum()]) for numbers in (self.batch.count, self.keys)]
+        if not self.batch.past_read.any():
             return starts[:1]
-        self.columns, table = rows.before()
-        return [*starts, self.columns.ravel(), table.ravel(), gather_tiles(keys.tolist())]
+        self.columns, table = self.batch.before()
+        return [*starts, self.columns.ravel(), table.ravel(), gather_tiles(self.keys.tolist())]
 
     def receive(self, sent: Iterator[Tensor]) -> None:
         """Receives its `numbers` as tensors on the device."""
-        queries, keys = self.batch.count.tolist(), (self.batch.count + self.batch.past_read).tolist()
-        starts = next(sent)
+        queries, keys, starts = self.batch.count.tolist(), self.keys.tolist(), next(sent)
         self.sequences = Sequences(queries, keys, (starts, starts if queries == keys else next(sent)))
         if queries != keys:
             columns, table, tiles = (next(sent) for _ in range(3))
             longest = int(self.columns[:, LENGTH].max())
-            count = len(queries)
-            self.past = Rows(columns.view(count, -1), table.view(count, -1), longest, tiles=tiles.view(-1, 2))
+            self.past = Rows(columns.view(len(keys), -1), table.view(len(keys), -1), longest, tiles=tiles.view(-1, 2))
 
 
 @dataclass
@@ -262,9 +253,13 @@ def step_of_table(table: Tensor, layout: BlockLayout, shares: bool) -> BatchStep
     max_length = (table.shape[1] - HEADER) * layout.page_size
     if table.device.type == "cpu":  # the torch reference reads up to the maximum
         max_length = max(int(table[:, LENGTH].max()), 1)
+    writes = table[:, PAGE_SLOT : SINK_SLOT + 1].long().unbind(1)
+    return BatchStep(writes, _rows_of(table, max_length, layout, shares))
+
+
+def _rows_of(table: Tensor, max_length: int, layout: BlockLayout, shares: bool, at: slice | Tensor | None = None) -> Rows:
     splits = split_rows(table[:, LENGTH], max_length, layout.heads, table[:, SHARES:HEADER] if shares else None)
-    rows = Rows(table[:, : len(COLUMNS)], table[:, HEADER:], max_length, splits)
-    return BatchStep(table[:, PAGE_SLOT : SINK_SLOT + 1].long().unbind(1), rows)
+    return Rows(table[:, : len(COLUMNS)], table[:, HEADER:], max_length, splits, at)
 
 
 def step_of_batch(batch: Batch, scratch_tokens: int, tokens: int, device: torch.device) -> BatchStep:
@@ -272,36 +267,38 @@ def step_of_batch(batch: Batch, scratch_tokens: int, tokens: int, device: torch.
     count = batch.count
     begins = count.cumsum() - count
     single = (count == 1) & (batch.past > 0)
-    chunks: list[PromptChunks] = []
-    for at in (~single).nonzero()[0].tolist():
-        begin, new, whole = (int(x[at]) for x in (begins, count, count + batch.past_read))
-        last = chunks[-1] if chunks else None
-        if last and last.end == begin and last.tokens + whole <= scratch_tokens:
-            last.at.append(at)
-            last.end, last.tokens = begin + new, last.tokens + whole
-        else:
-            chunks.append(PromptChunks([at], begin, begin + new, whole, whole <= scratch_tokens))
+    chunks = [PromptChunks(batch.pick(at), int(begins[at[0]]), scratch_tokens) for at in _joined(batch, ~single, scratch_tokens)]
     slots = numpy.full((3, tokens), -1)
     slots[:, : batch.tokens] = batch.writes()
-    decoded, places = batch.pick(single), begins[single]
+    places = begins[single]
     *writes, indices = send([*slots, places], torch.int64, device)
-    numbers = (part for group in chunks for part in group.numbers(batch))
-    after = decoded.after()
-    found = decoded.find_shares(*after)
-    sent = iter(send([*(x.ravel() for x in after), () if found is None else found.ravel(), *numbers], torch.int32, device))
-    columns, table, shares = next(sent).view(-1, len(COLUMNS)), next(sent), next(sent)
+    decoded = batch.pick(single)
+    table = decoded.table().ravel() if len(places) else ()
+    sent = iter(send([table, *(part for group in chunks for part in group.numbers())], torch.int32, device))
+    on_device, rows = next(sent), None
     for group in chunks:
         group.receive(sent)
-    together = None
     if len(places):
         begin, end = int(places[0]), int(places[-1]) + 1
-        where = slice(begin, end) if end - begin == len(places) else indices
-        table = table.view(len(places), -1)
-        max_length = min(int(decoded.end.max()), table.shape[1] * batch.layout.page_size)
-        shared = None if found is None else shares.view(len(places), -1)
-        splits = split_rows(columns[:, LENGTH], max_length, batch.layout.heads, shared)
-        together = Rows(columns, table, max_length, splits, where)
-    return BatchStep(writes, together, chunks, batch.tokens)
+        at = slice(begin, end) if end - begin == len(places) else indices
+        on_device = on_device.view(len(places), -1)
+        max_length = min(int(decoded.end.max()), (on_device.shape[1] - HEADER) * batch.layout.page_size)
+        rows = _rows_of(on_device, max_length, batch.layout, decoded.shares is not None, at)
+    return BatchStep(writes, rows, chunks, batch.tokens)
+
+
+def _joined(batch: Batch, prompts: numpy.ndarray, scratch_tokens: int) -> list[list[int]]:
+    """The indices of the requests with `prompts`, those together that follow one another and fit into the scratch."""
+    groups: list[list[int]] = []
+    tokens, room = batch.count + batch.past_read, 0
+    for at in prompts.nonzero()[0].tolist():
+        if groups and groups[-1][-1] == at - 1 and tokens[at] <= room:
+            groups[-1].append(at)
+        else:
+            groups.append([at])
+            room = scratch_tokens
+        room -= tokens[at]
+    return groups
 
 
 def send(parts: Sequence[Sequence[int] | numpy.ndarray], dtype: torch.dtype, device: torch.device) -> list[Tensor]:

@@ -170,13 +170,8 @@ class PoolSize(PagedAttentionMemoryHandler):
 class CompressedAllocator(FullAttentionCacheAllocator):
     """Compressed blocks of a group of layers. They are counted, shared, forked, hashed and freed as in transformers.
 
-    Of layers with a sliding window, a request has the blocks of one window, which its tokens take in turn, and shares
-    none, as in transformers.
-
-    A page has the bytes of `storage.PageLayout`, and kernels read it as they read those of `storage.PagePool`. The pool
-    itself cannot hand out blocks: it counts the pages of one layer and grows by slabs, while transformers' scheduler,
-    prefix hashes, forks and offloading count blocks of all layers, in sectors of one tensor that never moves, by the
-    ledger of an allocator of their own.
+    Of layers with a sliding window, a request has the blocks of one window, which its tokens take in turn, and shares none, as in
+    transformers. A page has the bytes of `storage.PageLayout`, and kernels read it as they read those of `storage.PagePool`.
     """
 
     def __init__(self, group: LayerGroup, index: int, allow_block_sharing: bool):
@@ -261,7 +256,7 @@ class CompressedPagedCache(PagedAttentionCache):
         size = PoolSize(
             config, continuous_batching_config, dtype, layout.nbytes, layout.ring_bytes(residual_length),
             logits_to_keep=model_supports_logits_to_keep, max_requests=max_requests,
-            least=lambda count: _least(count, distributed_helper, device),
+            least=lambda count: int(distributed_helper.tp_all_reduce_min(torch.tensor([count], device=device))),
         )  # fmt: skip
         # The new token is in the ring too.
         rings = Rings(config.num_hidden_layers, size.rings, heads, residual_length + 1, head_dim, dtype, device)
@@ -319,16 +314,16 @@ class CompressedPagedCache(PagedAttentionCache):
             statistics.known()
         return pages
 
-    def check_room(self, request_id: str, tokens: int) -> None:
-        """Raises MemoryError if a request of `tokens` tokens does not fit into the empty pool."""
-        sectors, room = 0, self.num_blocks * self.store.groups[0].layout.page_size
-        for held in self.allocators:
-            sectors += ceil(held._compute_blocks_needed(0, 0, tokens) / held.blocks_per_sector)
-        if sectors > self.num_sectors:
-            raise MemoryError(
-                f"request {request_id} of {tokens} tokens does not fit into a pool of {room} tokens: shorten it, or "
-                "raise max_memory_percent or num_blocks of the ContinuousBatchingConfig"
-            )
+    def too_large(self, request_id: str, tokens: int) -> MemoryError | None:
+        """The error of a request whose `tokens` do not fit into the empty pool."""
+        sectors = sum(ceil(held._compute_blocks_needed(0, 0, tokens) / held.blocks_per_sector) for held in self.allocators)
+        if sectors <= self.num_sectors:
+            return None
+        room = self.num_blocks * self.store.groups[0].layout.page_size
+        return MemoryError(
+            f"request {request_id} of {tokens} tokens does not fit into a pool of {room} tokens: shorten it, or raise max_memory_percent "
+            "or num_blocks of the ContinuousBatchingConfig"
+        )
 
     def gauges(self) -> dict[str, int]:
         """The fields of `Metrics` that are of pages and rings."""
@@ -476,15 +471,6 @@ class CompressedPagedCache(PagedAttentionCache):
             held.ledger.acquire(block)
         tokens = (state.initial_tokens + state.generated_tokens)[: len(blocks) * held.tokens_per_page]
         sessions.store(state.request_id, tokens, blocks[first:], first)
-
-
-def _least(count: int, helper: DistributedHelper, device: torch.device) -> int:
-    """The minimum of a count over a tensor-parallel group."""
-    if helper.tp_size == 1:
-        return count
-    value = torch.tensor([count], device=device, dtype=torch.int64)
-    helper.tp_all_reduce_min(value)
-    return int(value.item())
 
 
 # Requests and their tokens.
@@ -679,23 +665,14 @@ class CompressedProcessor(ContinuousBatchProcessor):
             try:
                 return super().prepare_next_batch()
             except RuntimeError as error:
-                if str(error) != self.NO_ROOM or not self._fail_one():
+                if str(error) != self.NO_ROOM or not self.scheduler.starved_requests:
                     raise
-
-    def _fail_one(self) -> bool:
-        """Fails the request for which no pages are left."""
-        scheduler = self.scheduler
-        if not scheduler.starved_requests:
-            return False
-        state, tokens = scheduler.starved_requests[0]
-        try:
-            self.cache.check_room(state.request_id, state.current_len() + tokens)
-        except MemoryError as error:
-            self._handle_request_error(error, state)
-            scheduler.finish_request(state.request_id)
-            scheduler.block_new_requests = False
-            return True
-        return False
+                state, tokens = self.scheduler.starved_requests[0]
+                if (too_large := self.cache.too_large(state.request_id, state.current_len() + tokens)) is None:
+                    raise
+                self._handle_request_error(too_large, state)
+                self.scheduler.finish_request(state.request_id)
+                self.scheduler.block_new_requests = False
 
 
 # The manager.
@@ -819,7 +796,8 @@ class CompressedManager(ContinuousBatchingManager):
             else:
                 self.logit_processor.check_kwargs(options)
             # The last token is not stored.
-            self._pool().check_room(request_id, len(tokens) + (1 if wanted is None else most or 1) - 1)
+            if too_large := self._pool().too_large(request_id, len(tokens) + (1 if wanted is None else most or 1) - 1):
+                raise too_large
         except Exception:
             self._forget(request_id)
             raise

@@ -111,7 +111,7 @@ def plan_batching(
 
 def check_mix(mix: Mix) -> tuple[tuple[float, int, int], ...]:
     """The mix as tuples. Raises ValueError or TypeError for weights that are not positive and lengths below one token."""
-    kinds: tuple[Any, ...] = tuple(tuple(kind) for kind in mix)
+    kinds: tuple[Any, ...] = tuple(map(tuple, mix))
     if not kinds or any(len(kind) != 3 for kind in kinds):
         raise ValueError(f"requests={mix!r}: expected one or more of (weight, prompt tokens, answer tokens), such as [(3, 1000, 200)]")
     for weight, prompt, answer in kinds:
