@@ -36,8 +36,6 @@ from qkvcache.kernels import (  # noqa: E402
     triton_evict,
     triton_fetch_blocks,
     triton_gather,
-    triton_lag_spread,
-    triton_quadratic_form,
     triton_quantize,
     triton_rotate,
     triton_select_blocks,
@@ -425,19 +423,6 @@ def rotary(head_dim: int, target: str, interleaved: bool = False) -> Job:
     return Job(name, triton_rotate._rotate_kernel, types, constants, target, {"num_warps": 4})
 
 
-def quadratic(head_dim: int, target: str) -> Job:
-    types = dict.fromkeys(("x", "matrices"), "*bf16") | {"out": "*fp32"}
-    constants = {"G": 4, "D": head_dim, "DP": triton.next_power_of_2(head_dim), "N": triton_quadratic_form.TOKENS}
-    options = {"num_warps": 4, "num_stages": 1}
-    return Job(f"quadratic form {head_dim}", triton_quadratic_form._quadratic_form_kernel, types, constants, target, options)
-
-
-def spreading(head_dim: int, target: str) -> Job:
-    constants = {"D": head_dim, "C": triton_lag_spread.CHANNELS, "LAG": 128, "L": 128}
-    types = {"x": "*bf16", "out": "*fp32"}
-    return Job(f"lag spread {head_dim}", triton_lag_spread._lag_spread_kernel, types, constants, target, {"num_warps": 4})
-
-
 @dataclass(frozen=True)
 class _Like:
     """As much of a tensor as `known` asks for."""
@@ -481,8 +466,6 @@ def jobs(everything: bool) -> Iterator[Job]:
         yield storing_rows(128, target)
         yield storing_exact(128, target)
         yield rotary(128, target)
-        yield quadratic(128, target)
-        yield spreading(128, target)
         if not few:
             sizes = [("int8", 256), ("int8", 512), ("int4", 96)]
             if everything:

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from ..kernels import PagedInputs
-from ..kernels.attend_chunked import LeftPadding
 from ..kernels.pages import RING_TOKENS, SINKS
 
 if TYPE_CHECKING:
@@ -79,12 +78,12 @@ class Padding(NamedTuple):
 
     fits: whether the mask is causal except for columns hidden from all queries.
     columns: these hidden columns, bool `[B or 1, T]`; None if there are none.
-    left: these columns as padding on the left; None if they are not.
+    shown_from: the column after the last hidden one.
     """
 
     fits: bool
     columns: Tensor | None = None
-    left: LeftPadding | None = None
+    shown_from: int | None = None
 
 
 class _Last(threading.local):
@@ -113,18 +112,9 @@ def padding_columns(given: Any, mask: Tensor | None, causal: bool, queries: int,
         shown = mask[:, 0, -1]  # the last query attends to every token except padding
         fits = causal or _hides_columns(mask)
         hidden = None if not fits or bool(shown.all()) else ~shown
-        _last.padding = weakref.ref(given), state, Padding(fits, hidden, None if hidden is None else _left(hidden, queries))
+        shown_from = None if hidden is None else int(hidden.any(0).nonzero()[-1]) + 1
+        _last.padding = weakref.ref(given), state, Padding(fits, hidden, shown_from)
     return _last.padding[2]
-
-
-def _left(hidden: Tensor, queries: int) -> LeftPadding | None:
-    """The hidden columns, bool `[B, T]`, as padding on the left; None if they are not. The last `queries` columns are
-    new tokens."""
-    past = hidden[:, : hidden.shape[1] - queries]
-    first = past.sum(-1)
-    if not torch.equal(past, torch.arange(past.shape[1], device=past.device) < first[:, None]):
-        return None
-    return LeftPadding(tuple(first.tolist()), bool(hidden[:, past.shape[1] :].any()))
 
 
 def _hides_columns(mask: Tensor) -> bool:

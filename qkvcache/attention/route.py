@@ -51,7 +51,7 @@ MAX_FUSED_ROWS = 384
 MOST_TILE_ROWS = 1024
 """The most query rows of a KV head for which the kernel for many rows is always chosen: on an H100 it takes 28 % less
 time than dequantizing chunks for cuDNN with one sequence, and 10 % more with eight. For more rows cuDNN is faster once
-it has plans (`kernels/cudnn_plans.py`); flash attention on chunks is slower up to 2,048 new tokens
+it has plans (`kernels/attend_chunked.py`); flash attention on chunks is slower up to 2,048 new tokens
 (`eval/results/past.jsonl`, "attention by kernel")."""
 
 STANDARD = ("sdpa", "flex_attention", NAME)
@@ -123,7 +123,7 @@ def on_codes(query: Tensor, attention_inputs: AttentionInputs, columns: Tensor |
     heads, tokens = attention_inputs.key.shape[1], attention_inputs.paged.max_length
     if query.shape[1] * query.shape[2] <= MOST_TILE_ROWS * heads:
         return True
-    if columns is not None or 8 * query.numel() > CHUNK_BYTES:  # two or more partial outputs in fp32
+    if 8 * query.numel() > CHUNK_BYTES:  # two or more partial outputs in fp32
         return False
     return not cudnn_pays(query, heads, tokens)
 
@@ -188,7 +188,7 @@ def route(
     if many and isinstance(key, ExpandedKV) and padding.fits:
         out = key.expansion.attend_blocks(query, hidden, scaling=options["scaling"])
     elif many and not latents and not on_codes(query, key.attention_inputs, shown):
-        out = attend_chunked(query, key.attention_inputs, hidden, left=padding.left, **options)[0]
+        out = attend_chunked(query, key.attention_inputs, hidden, shown_from=padding.shown_from, **options)[0]
     else:
         out = key.attend(query, shown, causal=causal, **options)
     return out.transpose(1, 2).contiguous(), None

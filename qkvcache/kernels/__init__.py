@@ -16,13 +16,11 @@ from .dispatch import (
     dequantize_pages,
     evict_token,
     gather_rows,
-    lag_spread,
     launch_of_step,
     load_ahead,
     observe_on_codes,
     on_triton,
     prepare,
-    quadratic_form,
     quantize_into,
     quantizes,
     read,
@@ -37,7 +35,7 @@ from .dispatch import (
 )
 from .evict import StaticTensors, gather_columns
 from .handles import give_handle
-from .matmul import matmul_fp32
+from .matmul import matmul_fp32, quadratic_form
 from .pages import AttentionBudget, BlockCache, PagedInputs, Pages, Splits, gather_tiles
 from .prefill import prefill_with_lse
 from .segments import (

@@ -1,15 +1,19 @@
 """Attention of many new tokens over a quantized past, without a dense layer.
 
 The past is dequantized chunk by chunk into scratch of a bounded size, flash attention runs on each chunk, or cuDNN on the parts of it whose
-plans pay (`cudnn_plans.py`), and the outputs are merged by their log-sum-exps. The exact tokens, with the new ones, are one more part:
+plans pay, and the outputs are merged by their log-sum-exps. The exact tokens, with the new ones, are one more part:
 
     part       keys and values                                    mask
     chunk i    the next quantized tokens, in the model's dtype    none, or the columns that padding hides
     exact      sink tokens, residual, the new tokens              causal among the new tokens, and the same columns
 
-Flash attention and cuDNN take no mask of columns. Where rows are padded to the left, as `generate` pads prompts of different lengths, flash
-attention runs up to the end of the longest padding, in one launch, on sequences that begin after the padding of their rows
-(`padded_attention`); what comes after has no padding.
+Flash attention and cuDNN take no mask of columns: up to the last column that is hidden, torch's memory-efficient attention runs.
+
+cuDNN attends about twice as fast as flash attention, and with dequantizing before it 1.2 to 1.7 times as fast as the kernel that reads the
+codes for many rows. But it prepares a plan for each shape and layout of its tensors when it first meets them, which takes 45 to 800 ms on
+an H200: longer than a turn. A chat meets most shapes once, chunked prefill and evaluation meet a few often, and the number of calls is not
+known in advance. So the other kernels serve a shape until they have cost as much more than cuDNN as a plan costs (the ski rental rule):
+together they cost at most twice as much as the better choice for the actual number of calls.
 
 The query heads of a group are rows of their KV head, so that keys and values are never copied for query heads. Vectors that are stored
 rotated stay rotated in the scratch: queries are rotated before, and the merged output of the chunks is rotated back.
@@ -23,21 +27,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
-from typing import NamedTuple
+from itertools import accumulate, takewhile
 
 import torch
 from torch import Tensor
 
-from ..formats.base import Codec, Codes
+from ..formats.base import Codec
 from ..formats.rotation import rotation_block
 from .attend import MASKED_SCORE
-from .cudnn_plans import PLANS
 from .dispatch import dequantize_pages, on_triton, sum_attention
 from .pages import Pages, dequantized
-from .segments import AttentionInputs, Exact, Packed, Pair, join_tokens, names
+from .segments import AttentionInputs, Exact, Packed, Pair, join_tokens
 from .sum_attention import BLOCK
 
 CHUNK_TOKENS, CHUNK_BYTES = 65536, 512 * 2**20
@@ -45,19 +48,15 @@ CHUNK_TOKENS, CHUNK_BYTES = 65536, 512 * 2**20
 CUDNN_TOKENS = tuple(2**n for n in range(16, 9, -1))
 """Numbers of tokens that cuDNN attends to at a time. There are few sizes, so that plans are reused. The smallest leaves
 few tokens to flash attention, which takes twice as long (`eval/bench_turns.py`)."""
+PLAN_FLOPS = 0.2 / (1 / 390e12 - 1 / 565e12)
+"""The floating-point operations of attention after which the time lost by the kernel for many rows, against dequantizing and cuDNN, equals
+the time of a plan: .2 s a plan (`eval/bench_turns.py`: the first of several turns, with five or six plans, less the others, on an H200),
+and the speeds of both at 8 x 512 new tokens on an H100, in FLOP/s (`eval/results/past.jsonl`, "attention by kernel")."""
 ROW_STEP = 128
 """Folded rows are padded to a multiple of this number, so that few shapes exist."""
 MERGED_PARTS = 8
 """The number of parts that are merged at a time. The outputs of more parts would take more memory than a dense
 layer."""
-
-
-class LeftPadding(NamedTuple):
-    """Left padding of a batch. `first`: the number of hidden columns at the start of each row; `new`: whether columns of new tokens are
-    hidden, too."""
-
-    first: tuple[int, ...]
-    new: bool
 
 
 Fill = Callable[[Tensor, Tensor], None]
@@ -148,7 +147,7 @@ def attend_chunked(
     scaling: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    left: LeftPadding | None = None,
+    shown_from: int | None = None,
     observed: Tensor | None = None,
     chunk_tokens: int | None = None,
     plans: bool = True,
@@ -164,7 +163,7 @@ def attend_chunked(
         scaling: factor on the scores, `D ** -0.5` by default.
         softcap: `softcap * tanh(score / softcap)` before the mask (Gemma 2), in plain torch.
         sinks: a learned logit for each query head, `[Hq]`, that takes part in the softmax and has no value (gpt-oss).
-        left: `hidden` as left padding, if it is left padding and nothing else.
+        shown_from: a column from which on nothing is hidden. None: not known.
         observed: how often each of the last `W` queries counts, fp32 `[B, W]`; 0 for padding.
         chunk_tokens: the most tokens of a chunk. None: the fastest number for these queries.
         plans: whether steps of the same number of queries will follow, so that plans of cuDNN are used again.
@@ -176,19 +175,19 @@ def attend_chunked(
     heads = exact[0].shape[1]
     scaling = dim**-0.5 if scaling is None else scaling
     folded = fold(query, heads)
-    by_cudnn = plans and (hidden is None or left is not None) and softcap is None and _cudnn_is_faster(folded.shape, query.device)
+    masked = 0 if hidden is None else hidden.shape[-1] if shown_from is None else shown_from
+    by_cudnn = plans and (hidden is None or shown_from is not None) and softcap is None and _cudnn_is_faster(folded.shape, query.device)
     size = _most_tokens(query, heads)
     size = min(size, chunk_tokens or size)
     sizes = _cudnn_sizes(size) if by_cudnn else [size]
-    planned = [n for n in sizes if PLANS.pay(_plan(query, folded.shape, n))] if by_cudnn else []
+    planned = [n for n in sizes if plan_pays(_plan(query, folded.shape, n))] if by_cudnn else []
     pieces = list(tokens.pieces(size // sizes[0] * sizes[0]))
     if on_triton(query.device):
         from .triton_merge import merge as merge_parts
     else:
         merge_parts = merge
-    pads, anywhere = ((0,), hidden) if left is None else (left.first, None)
     column, parts, rotated, unrotated = before, list[Part](), folded, scaling
-    room = pieces[0][0] if pieces else 0
+    room = max((count for count, _, _ in pieces), default=0)
     if by_cudnn:  # whose plans are for strides, too: they do not depend on the number of the outermost
         scratch = query.new_empty(2, room, batch, heads, dim).permute(0, 2, 3, 1, 4)
     else:
@@ -198,18 +197,15 @@ def attend_chunked(
         unrotated = scaling * factor
     for count, _, fill in pieces:
         fill(*scratch[:, :, :, :count])
-        padded = min(max(max(pads) - column, 0), count)
-        counts = [padded] * bool(padded) + list(cut(count - padded, planned))
+        under_mask = min(max(masked - column, 0), count)
+        counts = [under_mask] * bool(under_mask) + list(cut(count - under_mask, planned))
         for keys, values in zip(*(x[:, :, :count].split(counts, dim=2) for x in scratch), strict=True):
-            shown = keys.shape[2]
-            if column < max(pads):
-                first = tuple(min(max(pad - column, 0), shown) for pad in pads)
-                parts.append(padded_attention(rotated, keys, values, first, unrotated, softcap))
-            else:
-                bias = None if anywhere is None else hidden_bias(_by_head(anywhere)[:, :, None, column : column + shown], query.dtype)
-                parts.append(library_attention(rotated, keys, values, bias, unrotated, softcap, by_cudnn=shown in planned))
-                if by_cudnn and shown not in planned:
-                    _count(query, folded.shape, shown, sizes)
+            shown, bias = keys.shape[2], None
+            if hidden is not None and column < masked:
+                bias = hidden_bias(_by_head(hidden)[:, :, None, column : column + shown], query.dtype)
+            elif by_cudnn and shown not in planned:
+                _count(query, folded.shape, shown, sizes)
+            parts.append(library_attention(rotated, keys, values, bias, unrotated, softcap, by_cudnn=bias is None and shown in planned))
             column += shown
             if len(parts) == MERGED_PARTS:
                 parts = [merge_parts(parts, query_heads, queries, heads, None)]
@@ -219,10 +215,10 @@ def attend_chunked(
     own = None if hidden is None else _by_head(hidden)[:, 0]  # exact tokens are the same in all heads
     own = None if own is None else torch.cat([own[:, :before], own[:, column:]], dim=1)
     seen, among = exact, own
-    if left is not None and not left.new and max(pads) <= column:
+    if own is not None and masked <= column and before + queries <= exact[0].shape[2]:  # else some sinks are new tokens
         if before:
-            first = tuple(min(pad, before) for pad in pads)
-            parts.append(padded_attention(folded, exact[0][:, :, :before], exact[1][:, :, :before], first, scaling, softcap))
+            bias = hidden_bias(own[:, None, None, :before], query.dtype)
+            parts.append(library_attention(folded, exact[0][:, :, :before], exact[1][:, :, :before], bias, scaling, softcap))
         seen, among = (exact[0][:, :, before:], exact[1][:, :, before:]), None
     parts += causal_attention(query, folded, *seen, among, scaling, softcap, by_cudnn=by_cudnn and among is None)
     out, lse = merge_parts(parts, query_heads, queries, heads, sinks)
@@ -256,7 +252,11 @@ def cut(tokens: int, sizes: Sequence[int]) -> Iterator[int]:
 
 
 def _pieces_of_blocks(blocks: list[tuple[Packed, Packed]], size: int) -> Iterator[Piece]:
-    for chunk in _cut(blocks, size):
+    """Whole blocks, together at most `size` tokens unless one alone has more."""
+    while blocks:
+        ends = accumulate(key.tokens for key, _ in blocks)
+        count = max(sum(end <= size for end in ends), 1)
+        chunk, blocks = blocks[:count], blocks[count:]
         codecs = chunk[0][0].codec, chunk[0][1].codec
         yield sum(key.tokens for key, _ in chunk), codecs, functools.partial(_dequantize_blocks, chunk)
 
@@ -268,28 +268,6 @@ def _dequantize_blocks(chunk: list[tuple[Packed, Packed]], keys: Tensor, values:
         for packed, out in zip(pair, (keys, values), strict=True):
             out[:, :, at : at + packed.tokens] = dequantized(packed.codec, packed.codes, out, stored=True)
         at += pair[0].tokens
-
-
-def _part(packed: Packed, begin: int, count: int) -> Packed:
-    codes: Codes = dict(packed.codes)
-    for name in names(packed.codec, packed.head_dim, "each"):
-        codes[name] = packed.codes[name][:, :, begin : begin + count]
-    return Packed(packed.codec, codes, count, packed.head_dim)
-
-
-def _cut(blocks: list[tuple[Packed, Packed]], size: int) -> Iterator[list[tuple[Packed, Packed]]]:
-    """Blocks in chunks of `size` tokens."""
-    left, at = iter(blocks), 0
-    key, value = next(left, (None, None))
-    for wanted in cut(sum(key.tokens for key, _ in blocks), [size]):
-        chunk: list[tuple[Packed, Packed]] = []
-        while wanted:
-            if at == key.tokens:  # type: ignore[union-attr]
-                (key, value), at = next(left), 0
-            count = min(wanted, key.tokens - at)  # type: ignore[union-attr]
-            chunk.append((_part(key, at, count), _part(value, at, count)))  # type: ignore[arg-type]
-            at, wanted = at + count, wanted - count
-        yield chunk
 
 
 def rotate(query: Tensor, codec: Codec) -> tuple[Tensor, float]:
@@ -355,28 +333,13 @@ def library_attention(
     return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, scale=scaling)[:2]
 
 
-def padded_attention(query: Tensor, key: Tensor, value: Tensor, first: tuple[int, ...], scaling: float, softcap: float | None) -> Part:
-    """`library_attention` of rows whose first tokens are hidden. `first`: the number of hidden tokens of each row, or
-    one number for all rows."""
-    batch, heads, tokens, dim = key.shape
-    if softcap is not None or not _takes_sequences(query):
-        hidden = torch.arange(tokens, device=key.device) < torch.tensor(first, device=key.device)[:, None]
-        return library_attention(query, key, value, hidden_bias(hidden[:, None, None], query.dtype), scaling, softcap)
-    rows = query.shape[2]
-    starts, empty = _sequences(first * (batch // len(first)), heads, tokens, rows, query.device)
-    one_by_one = (x.reshape(-1, 1, dim) for x in (query, key, value))  # a sequence for each head
-    out, lse = _flash_sequences(tuple(one_by_one), starts, (rows, tokens), scaling)
-    out, lse = out.view(query.shape), lse.view(query.shape[:3])
-    return out.index_fill_(0, empty, 0), lse.index_fill_(0, empty, MASKED_SCORE)
-
-
 def cudnn_pays(query: Tensor, heads: int, tokens: int) -> bool:
     """Whether `attend_chunked` has cuDNN attend to most of `tokens` quantized tokens of `heads` KV heads, for queries `[B, Hq, Q, D]`
     without a mask: it has the plan, or the plan pays. If not, counts the work that another kernel does instead."""
     shape, sizes = _folded(query, heads), _cudnn_sizes(_most_tokens(query, heads))
     if not _cudnn_is_faster(shape, query.device):
         return False
-    if tokens >= sizes[-1] and PLANS.pay(_plan(query, shape, next(cut(tokens, sizes)))):
+    if tokens >= sizes[-1] and plan_pays(_plan(query, shape, next(cut(tokens, sizes)))):
         return True
     _count(query, shape, tokens, sizes)
     return False
@@ -393,6 +356,21 @@ def _cudnn_sizes(most: int) -> list[int]:
     return sorted({min(n, most) for n in CUDNN_TOKENS}, reverse=True)
 
 
+def plan_pays(shape: Hashable) -> bool:
+    """Whether cuDNN should attend to tensors of this shape: this thread has a plan for it, or making one pays off."""
+    return _done(shape)[0] >= PLAN_FLOPS
+
+
+def _done(shape: Hashable) -> list[float]:
+    """The one number of FLOPs that other kernels have computed for a shape in place of cuDNN."""
+    return _done_by(threading.get_ident(), shape)  # plans belong to a thread
+
+
+@functools.lru_cache(maxsize=4096)
+def _done_by(thread: int, shape: Hashable) -> list[float]:
+    return [0.0]
+
+
 def _plan(query: Tensor, folded: Sequence[int], tokens: int) -> tuple:
     """The key of cuDNN's plans for folded queries of this shape over a scratch of that many tokens."""
     return query.device, query.dtype, tuple(folded), tokens
@@ -402,32 +380,7 @@ def _count(query: Tensor, folded: Sequence[int], tokens: int, sizes: Sequence[in
     """Counts the tokens that another kernel attends to although cuDNN could, in parts of `sizes`."""
     for size in cut(tokens, sizes):
         if size in sizes:
-            PLANS.count(_plan(query, folded, size), 4 * math.prod(folded) * size)
-
-
-def _takes_sequences(query: Tensor) -> bool:
-    return query.is_cuda and not torch.version.hip
-
-
-def _flash_sequences(tensors: tuple[Tensor, ...], starts: Pair, longest: tuple[int, int], scaling: float) -> Part:
-    """Flash attention `[Q, H, D]` and log-sum-exp, fp32 `[H, Q]`, of sequences that lie one after another in queries `[Q, H, D]`, and in
-    keys and values `[T, H, D]`. Its results for queries without keys are not used."""
-    forward = torch.ops.aten._flash_attention_forward
-    return forward(*tensors, *starts, *longest, 0.0, False, False, scale=scaling)[:2]
-
-
-@functools.lru_cache(maxsize=64)  # for all layers of a step
-@torch.inference_mode(False)
-def _sequences(first: tuple[int, ...], heads: int, tokens: int, rows: int, device: torch.device) -> tuple[Pair, Tensor]:
-    """Return the boundaries of the sequences of all rows and heads among queries and among keys, int32 `[2 B H + 1]` each, and the indices
-    of rows whose keys are all hidden, int64. The hidden keys of a row form a sequence without queries, before its own."""
-    queries, keys = [0], [0]
-    for number, hidden in enumerate(hidden for hidden in first for _ in range(heads)):
-        queries += [number * rows, (number + 1) * rows]
-        keys += [number * tokens + hidden, (number + 1) * tokens]
-    starts = (torch.tensor(x, dtype=torch.int32, device=device) for x in (queries, keys))
-    empty = [row for row, hidden in enumerate(first) if hidden == tokens]
-    return tuple(starts), torch.tensor(empty, dtype=torch.int64, device=device)  # type: ignore[return-value]
+            _done(_plan(query, folded, size))[0] += 4 * math.prod(folded) * size
 
 
 def capped_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, softcap: float) -> Part:
@@ -479,10 +432,10 @@ def causal_attention(
     if by_cudnn:
         before, own = ((key[:, :, part], value[:, :, part]) for part in (slice(tokens - queries), slice(tokens - queries, None)))
         shape = query.device, query.dtype, query.shape, query.stride(), own[0].shape, own[0].stride()
-        if PLANS.pay(shape):
+        if plan_pays(shape):
             parts = [library_attention(folded, *before, None, scaling, None)] if tokens > queries else []
             return [*parts, _cudnn_attention(query, *own, scaling, causal=True)]
-        PLANS.count(shape, 2 * query.numel() * queries)
+        _done(shape)[0] += 2 * query.numel() * queries
     if query.is_cuda and hidden is None and softcap is None:
         # Causal means aligned with the last key in this operator. It serves the heads of a group without copies.
         return [torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scaling)[:2]]

@@ -23,8 +23,6 @@ from ..formats.base import Codec
 from . import attend_latents as latents
 from . import evict as evicting
 from . import fetch_blocks as fetching
-from . import lag_spread as spreading
-from . import matmul
 from . import pages as paged
 from . import rotate as rotating
 from . import select_blocks as selecting
@@ -402,8 +400,6 @@ def _takes(module: str, x: Tensor, *sizes: int) -> bool:
     return _module(module).supports(x, *sizes)
 
 
-quadratic_form = _by_kernel(matmul.quadratic_form, "triton_quadratic_form", lambda x, *_: _takes("triton_quadratic_form", x))
-lag_spread = _by_kernel(spreading.lag_spread, "triton_lag_spread", lambda x, count, lag: _takes("triton_lag_spread", x, lag))
 rotate = _by_kernel(rotating.rotate, "triton_rotate", lambda x, *_: _takes("triton_rotate", x))
 
 

@@ -109,22 +109,17 @@ def test_position_bias_is_added(kind, batch):
 
 
 @pytest.mark.parametrize(
-    ("hidden", "left"),
-    [
-        ([(0, 0), (0, 5)], ((0, 5), False)),
-        ([(0, 8), (0, 2)], ((8, 2), False)),
-        ([(0, 9), (8, 10)], ((8, 0), True)),
-        ([(3, 4), (0, 2)], None),
-    ],
+    ("hidden", "end"),
+    [([(0, 0), (0, 5)], 5), ([(0, 8), (0, 2)], 8), ([(0, 9), (8, 10)], 10), ([(3, 4), (0, 2)], 4)],
     ids=["usual", "all of a past", "new tokens", "within the past"],
 )
 @pytest.mark.parametrize("implementation", ["sdpa", "flash_attention_2"])
-def test_padding_to_the_left(implementation, hidden, left):
+def test_the_end_of_padding(implementation, hidden, end):
     """Columns hidden from a row; of 12, the last four are of new tokens."""
     columns = torch.stack([(torch.arange(T) >= begin) & (torch.arange(T) < end) for begin, end in hidden])
     given = ~columns if "flash" in implementation else ~columns[:, None, None] & torch.ones(Q, T, dtype=torch.bool).tril(T - Q)
-    fits, found, as_left = padding_columns(given, *visible(implementation, given, B, Q, T, CPU, {}), Q, T)
-    assert fits and torch.equal(found, columns) and as_left == left
+    fits, found, shown_from = padding_columns(given, *visible(implementation, given, B, Q, T, CPU, {}), Q, T)
+    assert fits and torch.equal(found, columns) and shown_from == end
 
 
 @pytest.mark.parametrize(("kind", "kernels"), covering(["padded", "any", "by_head", "additive"], ["torch", "triton"], strength=1))

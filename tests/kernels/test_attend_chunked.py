@@ -1,19 +1,19 @@
 """Attention of many queries over chunks of a quantized past is the attention over all of it."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
-from qkvcache.kernels import AttentionInputs, attend, cudnn_plans, pages, triton_dequantize, triton_merge
+from qkvcache.kernels import AttentionInputs, attend, pages, triton_dequantize, triton_merge
 from qkvcache.kernels import attend_chunked as attend_chunked_module
 from qkvcache.kernels.attend_chunked import (
     ChunkedKV,
-    LeftPadding,
     attend_chunked,
     cut,
     merge,
     supports,
 )
-from qkvcache.kernels.cudnn_plans import PLANS, Plans
 from qkvcache.kernels.sum_attention import sum_attention
 from tests import matrix
 from tests.kernels.attention_inputs import build
@@ -80,7 +80,7 @@ def test_parts_are_merged_before_all_are_there(monkeypatch, parts):
 @pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
 def test_cudnn(monkeypatch, format, queries):
     """Chunks of cuDNN's sizes, and its causal attention."""
-    monkeypatch.setattr(PLANS, "pay", lambda shape: True)
+    monkeypatch.setattr(attend_chunked_module, "PLAN_FLOPS", 0)
     held, query = attention_inputs(format, 6200, queries, 128, batch=4), torch.randn(4, 8, queries, 128, device=DEVICE, dtype=DTYPE)
     close(attend_chunked(query, held)[0], attend(query, held, causal=True))
 
@@ -99,7 +99,7 @@ def cudnn(monkeypatch):
 
     monkeypatch.setattr(attend_chunked_module, "_cudnn_is_faster", lambda folded, device: True)
     monkeypatch.setattr(attend_chunked_module, "_cudnn_attention", attention)
-    monkeypatch.setattr(attend_chunked_module, "PLANS", Plans())
+    attend_chunked_module._done_by.cache_clear()
     for name, value in {"CUDNN_TOKENS": (64, 32), "CHUNK_TOKENS": 160}.items():
         monkeypatch.setattr(attend_chunked_module, name, value)
     return calls
@@ -110,7 +110,7 @@ def cudnn(monkeypatch):
 @pytest.mark.parametrize("tokens", [23, 60, 200, 437])
 def test_cudnn_gets_few_shapes_and_strides(monkeypatch, cudnn, format, tokens):
     """Of a past of any length. What is left goes to flash attention."""
-    monkeypatch.setattr(attend_chunked_module.PLANS, "pay", lambda shape: True)
+    monkeypatch.setattr(attend_chunked_module, "PLAN_FLOPS", 0)
     held = attention_inputs(format, tokens + 4 + 33, 9)
     query = torch.randn(2, 8, 9, 64, device=DEVICE, dtype=DTYPE)
     close(attend_chunked(query, held)[0], attend(query, held, causal=True))
@@ -123,7 +123,7 @@ def test_cudnn_gets_few_shapes_and_strides(monkeypatch, cudnn, format, tokens):
 def test_plans_of_cudnn_are_for_shapes_that_come_again(monkeypatch, cudnn):
     """A chat that grows, whose turns are all of different lengths, has no plan. Turns over pasts of 64 tokens have one when flash attention
     has cost as much; it serves the parts of longer pasts, too, and what they leave is counted for the smaller size."""
-    monkeypatch.setattr(cudnn_plans, "PLAN_FLOPS", 4 * 2 * 8 * 9 * 64 * 64 * 3)  # three layers' attention of 9 new tokens to 64
+    monkeypatch.setattr(attend_chunked_module, "PLAN_FLOPS", 4 * 2 * 8 * 9 * 64 * 64 * 3)  # three layers' attention of 9 new tokens to 64
 
     def turn(past: int, queries: int = 9) -> list[int]:
         """The parts that cuDNN attends to."""
@@ -141,7 +141,7 @@ def test_plans_of_cudnn_are_for_shapes_that_come_again(monkeypatch, cudnn):
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="torch's attention on the CPU stands in for cuDNN")
 def test_plans_of_cudnn_for_the_new_tokens(monkeypatch, cudnn):
-    monkeypatch.setattr(cudnn_plans, "PLAN_FLOPS", 2 * 2 * 8 * 40 * 40 * 64 * 2)  # two layers' attention of 40 new tokens to each other
+    monkeypatch.setattr(attend_chunked_module, "PLAN_FLOPS", 2 * 2 * 8 * 40 * 40 * 64 * 2)  # two layers' 40 new tokens
     seen = []
     for recent in (33, 33, 34, 33):  # another number of exact tokens has other strides
         cudnn.clear()
@@ -149,6 +149,23 @@ def test_plans_of_cudnn_for_the_new_tokens(monkeypatch, cudnn):
         close(attend_chunked(query, held)[0], attend(query, held, causal=True))
         seen.append([call[0] for call in cudnn])
     assert seen == [[], [], [], [40]]
+
+
+def test_a_shape_pays_when_other_kernels_have_cost_as_much(monkeypatch):
+    """In each thread for itself. Of 32 layers over 16,384 tokens, 8 x 512 new ones pay in eight turns, 1 x 1,024 not in ten."""
+    attend_chunked_module._done_by.cache_clear()
+    monkeypatch.setattr(attend_chunked_module, "CUDNN_TOKENS", (16384,))
+    turns = {(8, 512): 0, (1, 1024): 0}
+    for rows, new in turns:
+        query = torch.empty(rows, 32, new, 128, device="meta")
+        plan = attend_chunked_module._plan(query, (rows, 8, 4 * new, 128), 16384)
+        while not attend_chunked_module.plan_pays(plan) and turns[rows, new] < 10:
+            turns[rows, new] += 1
+            for _ in range(32):
+                attend_chunked_module._count(query, (rows, 8, 4 * new, 128), 16384, [16384])
+        with ThreadPoolExecutor(1) as other:
+            assert not other.submit(attend_chunked_module.plan_pays, plan).result()
+    assert turns == {(8, 512): 8, (1, 1024): 10}
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (16, 2)])
@@ -171,55 +188,31 @@ def test_padding_sinks_and_scaling(first):
     close(attend_chunked(query, held, hidden[1:], chunk_tokens=64)[0], attend(query, held, ~hidden[1:, None, None], causal=True))
 
 
-def flash(tensors, starts, longest, scaling):
-    """`_flash_sequences`, one after another; nan for queries without keys."""
-    query, key, value = tensors
-    out, lse = torch.full_like(query, torch.nan), torch.full((query.shape[1], query.shape[0]), torch.nan, device=query.device)
-    edges = [x.tolist() for x in starts]
-    for q, q_end, k, k_end in zip(edges[0], edges[0][1:], edges[1], edges[1][1:], strict=False):
-        assert q_end - q in (0, longest[0]) and k_end - k <= longest[1]
-        scores = (query[q:q_end].transpose(0, 1).float() @ key[k:k_end].transpose(0, 1).float().mT) * scaling
-        if k < k_end:
-            lse[:, q:q_end] = scores.logsumexp(-1)
-            out[q:q_end] = (scores.softmax(-1) @ value[k:k_end].transpose(0, 1).float()).transpose(0, 1).to(out.dtype)
-    return out, lse
-
-
 PADDINGS = {
-    "in a chunk": ((0, 40), False),
-    "among the sinks": ((2, 3), False),
-    "of chunks": ((150, 64), False),
-    "of all chunks": ((0, 272), False),
-    "of the residual": ((290, 7), False),
-    "also of new tokens": ((5, 100), True),
-    "of all that a row has": ((300, 7), True),
+    "in a chunk": (0, 40),
+    "among the sinks": (2, 3),
+    "of chunks": (150, 64),
+    "of all chunks": (0, 272),
+    "of the residual": (290, 7),
+    "also of new tokens": (5, 303),
+    "of all that a row has": (303, 7),
 }
 
 
-@pytest.mark.parametrize(("first", "new"), PADDINGS.values(), ids=PADDINGS)
-@pytest.mark.parametrize("sequences", [False, True])
+@pytest.mark.parametrize("first", PADDINGS.values(), ids=PADDINGS)
 @pytest.mark.parametrize("before", [0, 4])
-def test_padding_to_the_left(monkeypatch, first, new, sequences, before):
-    """With flash attention of sequences and without it; and in cuDNN's place nothing that is hidden."""
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(attend_chunked_module, "_flash_sequences", flash)
-    monkeypatch.setattr(attend_chunked_module, "_takes_sequences", lambda query: sequences)
+def test_padding_up_to_a_known_column(first, before):
+    """What comes after it is attended to without a mask."""
     held = attention_inputs("hadaquant_k4v4", 300, 9, first=before)
     query = torch.randn(2, 8, 9, 64, device=DEVICE, dtype=DTYPE)
     hidden = torch.arange(309, device=DEVICE) < torch.tensor(first, device=DEVICE)[:, None]
-    if new:
-        hidden[0, 300:303] = True
-    options = {"scaling": 0.3, "sinks": torch.randn(8, device=DEVICE), "left": LeftPadding(first, new)}
-    wanted = attend(query, held, ~hidden[:, None, None], causal=True, scaling=0.3, sinks=options["sinks"])
+    options = {"scaling": 0.3, "sinks": torch.randn(8, device=DEVICE)}
+    wanted = attend(query, held, ~hidden[:, None, None], causal=True, **options)
     counted = ~hidden[:, -9:]  # of padding the output is any number
     for chunk in (64, 512):
-        out = attend_chunked(query, held, hidden, chunk_tokens=chunk, **options)[0].transpose(1, 2)
+        out = attend_chunked(query, held, hidden, shown_from=max(first), chunk_tokens=chunk, **options)[0].transpose(1, 2)
         close(out[counted], wanted.transpose(1, 2)[counted])
         assert out.isfinite().all()
-    options["left"] = LeftPadding(first[1:], False)
-    if not new:
-        wanted = attend(query, held, ~hidden[1:, None, None], causal=True, scaling=0.3, sinks=options["sinks"])
-        close(attend_chunked(query, held, hidden[1:], **options)[0], wanted)
 
 
 def test_a_past_without_quantized_tokens():

@@ -43,33 +43,3 @@ def test_quadratic_forms(dtype, block, monkeypatch):
         found, expected = quadratic_form(x, matrices), quadratic_forms(x, matrices)
         assert found.dtype == torch.float32 and found.shape == (2, 3, 2, 7)
         assert (found - expected).abs().max() <= rounding(16, 16, dtype=dtype) * expected.abs().max()
-
-
-SHAPES = [(1, 2, 70, 64, 3), (2, 1, 1, 80, 1), (2, 3, 65, 16, 2)]  # rows, heads, tokens, channels, query heads of a head
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_quadratic_forms_by_kernel(dtype, shape, monkeypatch):
-    """The matrices are rounded to 16 bits, and nothing else. Buffers hold nan at first."""
-    triton = pytest.importorskip("triton")
-    if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
-        pytest.skip("needs a GPU, or Triton's interpreter")
-    if dtype == torch.bfloat16 and DEVICE.type == "cpu":
-        pytest.skip("the interpreter has no products of bfloat16")
-    from qkvcache.kernels import triton_quadratic_form
-
-    poisoned = lambda *shape, **options: torch.full(shape, torch.nan, **options)  # noqa: E731
-    monkeypatch.setattr(triton_quadratic_form.torch, "empty", poisoned)
-    monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
-    run, launches = triton_quadratic_form.quadratic_form, []
-    monkeypatch.setattr(triton_quadratic_form, "quadratic_form", lambda *args: launches.append(args) or run(*args))
-    batch, heads, tokens, dim, groups = shape
-    x = data(batch, heads, tokens, dim, dtype=dtype)
-    for rows in {1, batch}:
-        matrices = torch.randn(rows, heads * groups, dim, dim, device=DEVICE)
-        found, expected = quadratic_form(x, matrices), quadratic_forms(x, matrices.to(dtype))
-        assert found.shape == expected.shape
-        assert (found - expected).abs().max() <= rounding(dim, dim) * expected.abs().max()
-        assert torch.equal(quadratic_form(x.mT.contiguous().mT, matrices), found)
-    assert len(launches) == 2 * len({1, batch})

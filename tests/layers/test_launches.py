@@ -82,7 +82,7 @@ def test_a_past_of_several_chunks(monkeypatch, format):
 def test_parts_that_cudnn_attends_to(monkeypatch, format):
     """Parts of a chunk, here of 64, 32, 16 and 16 tokens, share its launch."""
     monkeypatch.setattr(attend_chunked, "_cudnn_is_faster", lambda folded, device: True)
-    monkeypatch.setattr(attend_chunked.PLANS, "pay", lambda shape: True)
+    monkeypatch.setattr(attend_chunked, "PLAN_FLOPS", 0)
     monkeypatch.setattr(attend_chunked, "CUDNN_TOKENS", (128,))
     one = turn(monkeypatch, format, MANY)
     monkeypatch.setattr(attend_chunked, "CUDNN_TOKENS", (64, 32, 16))
