@@ -24,7 +24,8 @@ from bench_kernels import HALVES, KNOWN, bf16, code_bytes, payloads, real_payloa
 from gpu import device, graph_us, let_go
 from harness import Table, device_name, in_time, parser_of, replace_rows, run_or_show
 
-from qkvcache.kernels import AttentionBudget, attend_pages, pages, select_blocks, split_rows
+from qkvcache.kernels import AttentionBudget, attend_pages, pages, split_rows
+from qkvcache.kernels.attend import attend_pages as attend_in_torch
 from qkvcache.kernels.select_blocks import select_blocks as reference
 from qkvcache.storage.paged import PAGE
 
@@ -69,7 +70,7 @@ def coarse(name: str, rows: int, tokens: int, budget: int) -> dict[str, float]:
     """Microseconds of attention over all tokens in full, and over few of them in full and the rest by upper halves."""
     query, sets = bf16(rows, HEADS, 1, DIM), [one.paged for one in payloads(name, rows, KV_HEADS, tokens, DIM)]
     few = [replace(one, budget=AttentionBudget(budget, coarse=True), launches=one.launches) for one in sets]
-    with mock.patch.object(select_blocks, "LEAST_COARSE", 0):
+    with mock.patch.object(pages, "LEAST_COARSE", 0):
         us = [graph_us([functools.partial(attend_pages, query, one) for one in each]) for each in (sets, few)]
     return {"all_us": us[0], "whole_us": us[1]}
 
@@ -91,7 +92,7 @@ def chain(name: str, rows: int, tokens: int, budget: int, shortest: int | None =
     with mock.patch.object(triton_select_blocks, "_choosing", mock.MagicMock()):
         found["scores_us"] = graph_us([functools.partial(triton_select_blocks.select_blocks, query, one) for one in few])
     found["choice_us"] -= found["scores_us"]
-    with mock.patch.object(select_blocks, "LEAST_SKIPPED", 0):
+    with mock.patch.object(pages, "LEAST_SKIPPED", 0):
         found["whole_us"] = graph_us([functools.partial(attend_pages, query, one) for one in few])
     return found
 
@@ -111,7 +112,7 @@ def wrong(name: str) -> str:
         exists = torch.arange(mine.blocks.shape[2], device=query.device) * pages.BLOCK < mine.lengths[..., None]
         same = (mine.blocks[..., None] == theirs.blocks[..., None, :]).any(-1)[exists].float().mean()
         out = fused.attend_pages(query, inputs.reading(mine))[0].float()
-        wanted = pages.attend_pages(query.float(), inputs.reading(mine))[0]
+        wanted = attend_in_torch(query.float(), inputs.reading(mine))[0]
         found.append(f"{same:.4f} of the blocks, output differs by {(out - wanted).norm() / wanted.norm():.1e}")
     return f"{name}: {found[0]}; requests: {found[1]}"
 

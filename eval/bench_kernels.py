@@ -32,8 +32,8 @@ from qkvcache.formats import REGISTRY, Buffer, Codec, HadaQuant, Int8, TurboQuan
 from qkvcache.formats.fp8 import ScaledFloat8
 from qkvcache.kernels.attend import attend_observed
 from qkvcache.kernels.dispatch import sum_attention
+from qkvcache.kernels.pages import AttentionInputs
 from qkvcache.kernels.prefill import prefill_with_lse
-from qkvcache.kernels.segments import AttentionInputs
 from qkvcache.storage import RowPages, attention_inputs_of
 
 if importlib.util.find_spec("triton"):

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from ..kernels import AttentionInputs, attends_in_tiles, on_triton, selects
+from ..kernels import AttentionInputs, attends_in_tiles, on_triton
 from ..kernels.attend_chunked import CHUNK_BYTES, attend_chunked, cudnn_pays, supports
 from .again import notice_again
 from .compressed_kv import CompressedKV, as_the_model_has_them, of_one_update, warn_once
@@ -106,7 +106,7 @@ def installed() -> bool:
 def _few(query: Tensor, attention_inputs: AttentionInputs) -> bool:
     """Whether attention on the codes is faster than dequantizing them, under any mask."""
     paged = attention_inputs.paged
-    if query.shape[2] == 1 or (paged is not None and selects(query, paged)):
+    if query.shape[2] == 1 or (paged is not None and paged.selects(query)):
         return True
     if on_triton(query.device):
         return query.shape[2] * query.shape[1] <= MAX_FUSED_ROWS * attention_inputs.key.shape[1]

@@ -12,7 +12,6 @@ from torch import Tensor
 from ..kernels import AttentionBudget, PagedInputs, Pages, Pair, prepare, quantize_into, reads_together, store_rows
 from ..kernels.attend_chunked import CHUNK_BYTES
 from ..kernels.pages import LENGTH, WHOLE
-from ..kernels.select_blocks import pays
 from .layout import BlockLayout
 from .rings import Rings
 from .statistics import Statistics
@@ -112,7 +111,7 @@ class PageStore:
         if self.budget is not None:
             ends = after[after - before == 1]
             skipped = ends - numpy.maximum(ends * self.budget.share // WHOLE, self.budget.tokens)
-            self.reads_few = pays(int(skipped.clip(0).sum()), self._ring(0)[0], self.budget)
+            self.reads_few = self.budget.pays(int(skipped.clip(0).sum()), self._ring(0)[0])
         for group, lists in zip(self.groups, blocks, strict=True):
             group.tables.forget(rows[since == before])  # they may have belonged to other requests
             table = group.tables.read(rows, lists)

@@ -36,17 +36,14 @@ from .dispatch import (
 from .evict import StaticTensors, gather_columns
 from .handles import give_handle
 from .matmul import matmul_fp32, quadratic_form
-from .pages import AttentionBudget, BlockCache, PagedInputs, Pages, Splits, gather_tiles
+from .pages import AttentionBudget, AttentionInputs, BlockCache, PagedInputs, Pages, Splits, differ, gather_tiles
 from .prefill import prefill_with_lse
 from .segments import (
-    AttentionInputs,
     Exact,
     KeysOrValues,
     Packed,
     Pair,
     Segment,
-    differ,
     pv,
     qk,
 )
-from .select_blocks import selects

@@ -1,4 +1,5 @@
-"""Attention of a few queries over a compressed layer: softmax(q . k) . v with the options of transformers' models.
+"""Attention of a few queries over a compressed layer, softmax(q . k) . v, with the options of transformers' models, in plain torch: the
+reference that fused kernels are tested against.
 
 Scores of all tokens exist at once, `[B, H, G * Q, T]` in fp32; keys and values never do (`segments.py`).
 """
@@ -10,7 +11,8 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from .segments import AttentionInputs, pv, qk
+from .pages import AttentionInputs, PagedInputs, Selection, paged_side
+from .segments import KeysOrValues, pv, qk
 
 MASKED_SCORE = -1e30  # finite: a fully masked row must come out as numbers, not as nan
 MASKED_BELOW = -1e29  # scores below it are of masked tokens
@@ -27,6 +29,17 @@ class Options(TypedDict, total=False):
     """`softcap * tanh(score / softcap)` before the mask (Gemma 2)."""
     sinks: Tensor | None
     """A learned logit for each query head, `[Hq]`, that takes part in the softmax and has no value (gpt-oss)."""
+
+
+class PageOptions(Options, total=False):
+    """Options of attention over pages."""
+
+    observed: Tensor | None
+    """The weight of each query in accumulated attention, fp32 or bool `[B, Q]`."""
+
+
+OPTIONS = "sinks", "observed", "scaling", "softcap", "causal"
+"""The names of the options, in the order in which torch operators take them."""
 
 
 def attend(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
@@ -53,42 +66,31 @@ def attend_observed(
     Args:
         observed: how often each query counts, fp32 or bool `[B, Q]`; 0 for padding. Tokens that the mask hides accumulate nothing.
     """
-    batch, query_heads, queries, _ = query.shape
-    _, heads, tokens, _ = attention_inputs.key.shape
-    logits = scores(query, attention_inputs, mask, **options)
-    probabilities = logits.softmax(-1)[..., :tokens]
-    rows = (batch, heads, query_heads // heads * queries)
-    out = pv(probabilities.reshape(*rows, tokens), attention_inputs.value).view(batch, query_heads, queries, -1).to(query.dtype)
+    sinks = options.get("sinks")
+    logits = scores(query, attention_inputs.key, options.get("scaling"), options.get("softcap"))
+    logits = apply_mask(logits, mask, options.get("causal", False))
+    every = logits if sinks is None else torch.cat([logits, sinks.to(logits).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], dim=-1)
+    return _weighted(query, every.softmax(-1)[..., : logits.shape[3]], logits, attention_inputs.value, observed)
+
+
+def _weighted(query: Tensor, probabilities: Tensor, logits: Tensor, value: KeysOrValues, observed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The output `[B, Hq, Q, Dv]` and the accumulated attention for `probabilities` `[B, Hq, Q, T]`."""
+    batch, heads, tokens, _ = value.shape
+    by_head = probabilities.reshape(batch, heads, -1, tokens)
+    out = pv(by_head, value).view(*query.shape[:3], -1).to(query.dtype)
     if observed is None:
         return out, query.new_empty(batch, heads, 0, dtype=torch.float32)
-    count = observed.float()[:, None].masked_fill(logits[..., :tokens].amax(-1) <= MASKED_BELOW, 0)
-    counted = probabilities.masked_fill((count == 0)[..., None], 0)  # which may hold nan
-    return out, (count.reshape(rows)[:, :, None] @ counted.reshape(*rows, tokens))[:, :, 0]
+    count = observed.float()[:, None].masked_fill(logits.amax(-1) <= MASKED_BELOW, 0).reshape(batch, heads, 1, -1)
+    counted = by_head.masked_fill((count == 0).mT, 0)  # which may hold nan
+    return out, (count @ counted)[:, :, 0]
 
 
-def scores(
-    query: Tensor,
-    attention_inputs: AttentionInputs,
-    mask: Tensor | None,
-    scaling: float | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Masked scores, fp32 `[B, Hq, Q, T]`, with `sinks` one more column."""
-    batch, query_heads, queries, dim = query.shape
-    _, heads, tokens, _ = attention_inputs.key.shape
-    groups = query_heads // heads
+def scores(query: Tensor, key: KeysOrValues, scaling: float | None, softcap: float | None) -> Tensor:
+    """Scores before the mask, fp32 `[B, Hq, Q, T]`."""
+    batch, heads, tokens, dim = key.shape
     scaling = dim**-0.5 if scaling is None else scaling
-    logits = qk(query.float().mul(scaling).reshape(batch, heads, groups * queries, dim), attention_inputs.key)
-    logits = logits.view(batch, query_heads, queries, tokens)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    logits = apply_mask(logits, mask, causal)
-    if sinks is not None:
-        column = sinks.float().view(1, -1, 1, 1).expand(batch, query_heads, queries, 1)
-        logits = torch.cat([logits, column], dim=-1)
-    return logits
+    logits = qk(query.float().mul(scaling).reshape(batch, heads, -1, dim), key).view(*query.shape[:3], tokens)
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def apply_mask(logits: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
@@ -103,3 +105,80 @@ def apply_mask(logits: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     if mask.dtype == torch.bool:
         return logits.masked_fill(~mask, MASKED_SCORE)
     return (logits + mask).clamp_min(MASKED_SCORE)
+
+
+def attend_pages(
+    query: Tensor,
+    inputs: PagedInputs,
+    mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    observed: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of a few queries over sinks, pages and a ring.
+
+    Args:
+        query: `[B, Hq, Q, D]`, `Hq` a multiple of the KV heads.
+        mask: bool (True: visible) or additive, broadcastable to `[B, Hq, Q, T]`, where `T` is at least the tokens of the longest row: a
+            column is a token's index in its row.
+        scaling, causal, softcap, sinks, observed: see `PageOptions`.
+
+    Returns the output `[B, Hq, Q, Dv]` in the query's dtype, the log of the normaliser, fp32 `[B, Hq, Q]`, and accumulated attention by
+    slot, fp32 `[B, H, S + max_length + R]`, without `observed` `[B, H, 0]`. A row without tokens has the output 0 and, without `sinks`,
+    the log -inf.
+    """
+    logits, value = _scored(query, inputs, mask, causal, scaling, softcap)
+    if inputs.rest is not None:
+        more, others = _scored_rest(query, inputs.rest, inputs.selection, mask, scaling, softcap)  # type: ignore[arg-type]
+        logits = torch.cat([logits, more], dim=-1)
+        shape = *value.shape[:2], logits.shape[3], value.shape[3]
+        value = KeysOrValues.of([*value.segments, *others.segments], shape, value.dtype, value.device)
+    lse = torch.logsumexp(logits, -1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.float()[:, None])
+    probabilities = (logits - lse[..., None]).exp().masked_fill(lse[..., None] == -torch.inf, 0)
+    out, sums = _weighted(query, probabilities, logits, value, observed)
+    return out, lse, sums
+
+
+def _scored(
+    query: Tensor, inputs: PagedInputs, mask: Tensor | None, causal: bool, scaling: float | None, softcap: float | None
+) -> tuple[Tensor, KeysOrValues]:
+    """The scores of all slots under the mask, fp32 `[B, Hq, Q, slots]`, and the values."""
+    value, places = paged_side(inputs, 1)
+    logits = scores(query, paged_side(inputs, 0)[0], scaling, softcap)
+    return mask_slots(logits, inputs.columns(places), mask, causal), value
+
+
+def _scored_rest(
+    query: Tensor, rest: PagedInputs, selection: Selection, mask: Tensor | None, scaling: float | None, softcap: float | None
+) -> tuple[Tensor, KeysOrValues]:
+    """The scores of the tokens of `rest`, fp32 `[B, Hq, Q, T]`, -inf for those that are selected, and the values. They are before all
+    queries."""
+    if isinstance(selection.known, Tensor) and selection.known.shape[2] == query.shape[2]:  # else, few of the queries made the choice
+        logits, (value, places) = selection.known, paged_side(rest, 1)
+    else:
+        logits, value = _scored(query, rest, mask, False, scaling, softcap)
+        places = rest.gather(1)[1]
+    chosen, tokens = selection.places(), value.shape[2]
+    unread = chosen.new_zeros(*chosen.shape[:2], tokens + 1, dtype=torch.bool).scatter_(2, torch.where(chosen < 0, tokens, chosen), True)
+    unread = unread[:, :, :-1] | (rest.columns(places) < 0)
+    return logits.unflatten(1, (chosen.shape[1], -1)).masked_fill(unread[:, :, None, None], -torch.inf).flatten(1, 2), value
+
+
+def mask_slots(logits: Tensor, columns: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """`logits` `[B, Hq, Q, slots]` under the mask of `attend_pages`; -inf where a slot has no token. `columns`: `PagedInputs.columns`."""
+    batch, query_heads, queries, slots = logits.shape
+    heads = columns.shape[1]
+    logits, column = logits.unflatten(1, (heads, -1)), columns[:, :, None, None]
+    newest = column.amax(-1, keepdim=True) + 1 - queries + torch.arange(queries, device=logits.device)[:, None]
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())].expand(batch, query_heads, queries, -1).unflatten(1, (heads, -1))
+        index = column.clamp(0, mask.shape[-1] - 1).expand(batch, heads, query_heads // heads, queries, slots)
+        logits = apply_mask(logits, mask.gather(-1, index), False)
+    if causal:
+        logits = logits.masked_fill(column > newest, torch.finfo(torch.float32).min)
+    return logits.masked_fill(column < 0, -torch.inf).flatten(1, 2)

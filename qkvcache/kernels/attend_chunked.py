@@ -39,8 +39,8 @@ from ..formats.base import Codec
 from ..formats.rotation import rotation_block
 from .attend import MASKED_SCORE
 from .dispatch import dequantize_pages, on_triton, sum_attention
-from .pages import Pages, dequantized
-from .segments import AttentionInputs, Exact, Packed, Pair, join_tokens
+from .pages import AttentionInputs, Pages, dequantized
+from .segments import Exact, Packed, Pair, join_tokens
 from .sum_attention import BLOCK
 
 CHUNK_TOKENS, CHUNK_BYTES = 65536, 512 * 2**20

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec
-from .attend import MASKED_SCORE, apply_mask
-from .pages import PagedInputs, mask_slots, paged_side
-from .segments import AttentionInputs, Exact, KeysOrValues, Packed, Segment, names, qk, scores_of_levels, sum_of_levels, unrotated_sum
+from .attend import MASKED_SCORE, apply_mask, mask_slots
+from .pages import AttentionInputs, PagedInputs, paged_side
+from .segments import Exact, KeysOrValues, Packed, Segment, names, qk, scores_of_levels, sum_of_levels, unrotated_sum
 
 BLOCK = 2**25
 """Scores in memory at a time."""
@@ -104,7 +104,7 @@ def _attend_all(query: Tensor, latents: KeysOrValues, rope: KeysOrValues, mask: 
 
 
 def attend_latent_pages(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, *, scaling: float, causal: bool = False) -> Tensor:
-    """`attend_latents` over sinks, pages and a ring. Arguments as of `pages.attend_pages`."""
+    """`attend_latents` over sinks, pages and a ring. Arguments as of `attend.attend_pages`."""
     (latents, places), (rope, _) = paged_side(inputs, 0), paged_side(inputs, 1)
     latent_query, rope_query = _split(query, latents, scaling)
     logits = qk(rope_query, rope).view(*query.shape[:3], -1)

@@ -27,12 +27,12 @@ from . import pages as paged
 from . import rotate as rotating
 from . import select_blocks as selecting
 from . import sum_attention as reference
-from .attend import Options, attend_observed
+from .attend import OPTIONS, Options, PageOptions, attend_observed
+from .attend import attend_pages as attend_pages_in_torch
 from .evict import StaticTensors
 from .handles import ORDER
-from .pages import PagedInputs, PageOptions, Pages, Splits
-from .segments import AttentionInputs, Exact, KeysOrValues, Packed, Pair, layout_of
-from .select_blocks import selects
+from .pages import AttentionInputs, PagedInputs, Pages, Splits
+from .segments import Exact, KeysOrValues, Packed, Pair, layout_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -188,7 +188,7 @@ def observe_on_codes(
     Raises ValueError for `observed` where the device counts tokens, since accumulated attention is by slot there."""
     inputs = attention_inputs.paged
     if torch.compiler.is_compiling() and attention_inputs.compiled:
-        given = [(options | {"observed": observed}).get(name) for name in paged.OPTIONS]
+        given = [(options | {"observed": observed}).get(name) for name in OPTIONS]
         shape = list(attention_inputs.value.shape[1:])
         out, _, attention_sums = torch.ops.qkvcache.attend(query, inputs.handle, ORDER[query.device], shape, mask, *given)
         return out, attention_sums
@@ -200,7 +200,7 @@ def observe_on_codes(
         if kernel or attention_inputs.by_head:
             out, _, attention_sums = _attend_pages(kernel, query, inputs, mask, observed=observed, **options)
             return out, attention_sums
-        if observed is None and selects(query, inputs):
+        if observed is None and inputs.selects(query):
             keys = [x for x in attention_inputs.key.segments if isinstance(x, Packed)]
             out, _, attention_sums = _attend_pages(False, query, inputs, mask, keys, **options)
             return out, attention_sums
@@ -210,7 +210,7 @@ def observe_on_codes(
 def attend_pages(
     query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, **options: Unpack[PageOptions]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`pages.attend_pages`, by the fused kernel where there is one."""
+    """`attend.attend_pages`, by the fused kernel where there is one."""
     return _attend_pages(fuses(query, inputs), query, inputs, mask, **options)
 
 
@@ -223,8 +223,8 @@ def _attend_pages(
     **options: Unpack[PageOptions],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attend_pages` in eager code, over the blocks that are chosen, if the inputs have a budget. `keys`: as of `select_blocks`."""
-    attend = (_module("fused") if by_kernel else paged).attend_pages
-    if options.get("observed") is not None or not selects(query, inputs):
+    attend = _module("fused").attend_pages if by_kernel else attend_pages_in_torch
+    if options.get("observed") is not None or not inputs.selects(query):
         return attend(query, inputs, mask, **options)
     choose = _module("triton_select_blocks").select_blocks if by_kernel else functools.partial(selecting.select_blocks, keys=keys)
     parts = []

@@ -12,8 +12,9 @@ import triton
 from torch import Tensor
 
 from ..formats.base import PackedLayout
+from .attend import PageOptions
 from .launch import Held, Launcher
-from .pages import BLOCK, LEAST_SPLIT, MOST_SPLITS, PagedInputs, PageOptions, Splits
+from .pages import BLOCK, LEAST_SPLIT, MOST_SPLITS, PagedInputs, Splits
 from .segments import layout_of, planes_of
 from .tables import Tables, tables
 from .triton_attend import NO_REST, REST, TAKEN, attend_kernel
@@ -471,7 +472,7 @@ def _rotation(device: torch.device, dim: int, factor: float) -> Launcher:
 def attend_pages(
     query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, *, launch: Launch | None = None, **options: Unpack[PageOptions]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run `pages.attend_pages` in one pass over the codes. `launch`: for measuring; chosen by format otherwise.
+    """Run `attend.attend_pages` in one pass over the codes. `launch`: for measuring; chosen by format otherwise.
 
     Raises ValueError for causal queries that are not all among the exact last tokens."""
     if options.get("causal") and query.shape[2] > inputs.slots[2]:

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
-from . import dispatch, pages
+from . import dispatch
+from .attend import OPTIONS as NAMES
 from .evict import StaticTensors
 from .handles import inputs_of
-from .segments import differ
+from .pages import differ
 
 HANDLE = "Tensor handle, Tensor order"
 OPTIONS = "Tensor? sinks, Tensor? observed, float? scaling, float? softcap, bool? causal"
-"""`pages.OPTIONS`"""
+"""`attend.OPTIONS`"""
 STATIC = f"{HANDLE}, Tensor[] records, Tensor column_mask, Tensor row_lengths, Tensor columns"
 """`StaticTensors.arguments`"""
 
@@ -33,7 +34,7 @@ def _operator(name: str, arguments: str, returns: str = "()", mutates: Sequence[
 
 def _given(options: Sequence[Any]) -> dict[str, Any]:
     """The options that are not None, by name."""
-    return {name: x for name, x in zip(pages.OPTIONS, options, strict=True) if x is not None}
+    return {name: x for name, x in zip(NAMES, options, strict=True) if x is not None}
 
 
 @_operator("attend", f"Tensor query, {HANDLE}, SymInt[] shape, Tensor? mask, {OPTIONS}", "(Tensor, Tensor, Tensor)")

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes, affine
-from .attend import MASKED_BELOW, Options, apply_mask, scores
 from .handles import give_handle
-from .segments import AttentionInputs, Exact, KeysOrValues, Packed, Pair, Segment, block_of, layout_of, names, pv
+from .segments import Exact, KeysOrValues, Packed, Pair, Segment, block_of, layout_of, names
 
 COLUMNS = BEGIN, SINK_ROW, RING_ROW, SINKS, RING_START, RING_TOKENS, LENGTH, TOKENS = range(8)
 """Columns of `PagedInputs.rows`."""
@@ -189,6 +188,12 @@ class Pages:
         return {name: torch.where(exists[..., None], x, 0) for name, x in codes.items()} | self.statistics[side], exists
 
 
+def differ(stored: Tensor, given: Tensor) -> bool:
+    """Whether two tensors `[B, H, T, D]` differ in batch, heads, head_dim or dtype."""
+    a, b = stored.shape, given.shape
+    return a[0] != b[0] or a[1] != b[1] or a[3] != b[3] or stored.dtype is not given.dtype
+
+
 def _by_entry(x: Tensor, step: int) -> Tensor:
     """A view of the plane `x` `[N, H', PAGE, width]` with an index for each entry, of which a page has `step`."""
     shape, strides = x.shape, x.stride()
@@ -281,6 +286,12 @@ WHOLE = 2**16
 """The share that is everything."""
 
 
+MOST_QUERIES = 512
+"""The most queries that read chosen blocks: a turn, not a part of a prompt, which reads all tokens."""
+LEAST_SKIPPED, LEAST_COARSE = 2**19, 3 * 2**20
+"""The fewest vectors, tokens times KV heads of all rows, that must be left out, or read by upper halves, so that a GPU gains by it."""
+
+
 @dataclass(frozen=True)
 class AttentionBudget:
     """The quantized tokens that a query and KV head read: at least `tokens`, and at least `share` of those stored, in parts of `WHOLE`; in
@@ -293,6 +304,11 @@ class AttentionBudget:
     def blocks(self, stored: int) -> int:
         """The blocks that are read of `stored` blocks."""
         return min(max(-(-self.tokens // BLOCK), -(-self.share * stored // WHOLE)), stored)
+
+    def pays(self, skipped: int, ring: Tensor) -> bool:
+        """Whether not reading `skipped` tokens of all rows in full takes less time than choosing blocks. `ring`: `[F, H, R, D]`."""
+        least = LEAST_COARSE if self.coarse else LEAST_SKIPPED
+        return skipped > 0 and (ring.device.type != "cuda" or skipped * ring.shape[1] >= least)
 
 
 @dataclass(eq=False)
@@ -459,6 +475,14 @@ class PagedInputs:
             self.held[key] = self.twin(pages=first, rows=None, max_length=self.shared, exact=False, launches=launches, held={})
         return self.held[key]
 
+    def selects(self, query: Tensor) -> bool:
+        """Whether attention of `query` `[B, Hq, Q, D]` reads chosen blocks: there are more tokens than the budget, and choosing pays, as it
+        always does where the others lie in host memory."""
+        if self.budget is None or query.shape[2] > MOST_QUERIES:
+            return False
+        skipped = self.max_length - self.budget.blocks(-(-self.max_length // BLOCK)) * BLOCK
+        return skipped > 0 and (self.cache is not None or self.budget.pays(skipped * query.shape[0], self.ring[0]))
+
     def reading(self, selection: Selection) -> PagedInputs:
         """These inputs, of which attention reads what is selected."""
         coarse = self.budget is not None and self.budget.coarse
@@ -507,100 +531,35 @@ class PagedInputs:
         return torch.cat(zones, dim=-1) if self.exact else zones[1]
 
 
-class PageOptions(Options, total=False):
-    """Options of attention over pages."""
+@dataclass(eq=False)  # frozen ones take four times as long to make, at every step
+class AttentionInputs:
+    """The keys and values of one layer for one step, which are not changed.
 
-    observed: Tensor | None
-    """The weight of each query in accumulated attention, fp32 or bool `[B, Q]`."""
-
-
-OPTIONS = "sinks", "observed", "scaling", "softcap", "causal"
-"""The names of the options, in the order in which torch operators take them."""
-
-
-def attend_pages(
-    query: Tensor,
-    inputs: PagedInputs,
-    mask: Tensor | None = None,
-    *,
-    scaling: float | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    observed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of a few queries over sinks, pages and a ring.
-
-    Args:
-        query: `[B, Hq, Q, D]`, `Hq` a multiple of the KV heads.
-        mask: bool (True: visible) or additive, broadcastable to `[B, Hq, Q, T]`, where `T` is at least the tokens of the longest row: a
-            column is a token's index in its row.
-        scaling, causal, softcap, sinks, observed: see `PageOptions`.
-
-    Returns the output `[B, Hq, Q, Dv]` in the query's dtype, the log of the normaliser, fp32 `[B, Hq, Q]`, and accumulated attention by
-    slot, fp32 `[B, H, S + max_length + R]`, without `observed` `[B, H, 0]`. A row without tokens has the output 0 and, without `sinks`,
-    the log -inf.
+    key, value  what the torch reference reads
+    paged       the same as `PagedInputs`, for kernels; None where only torch can read the tokens
+    joined      keys and values `[B, H, T, D]` of sinks and residual in one tensor each, where they are contiguous in memory
     """
-    batch, query_heads, queries, _ = query.shape
-    logits, value = _scored(query, inputs, mask, causal, scaling, softcap)
-    if inputs.rest is not None:
-        more, others = _scored_rest(query, inputs.rest, inputs.selection, mask, scaling, softcap)  # type: ignore[arg-type]
-        logits = torch.cat([logits, more], dim=-1)
-        shape = *value.shape[:2], logits.shape[3], value.shape[3]
-        value = KeysOrValues.of([*value.segments, *others.segments], shape, value.dtype, value.device)
-    heads, slots = value.shape[1:3]
-    groups = query_heads // heads
-    lse = torch.logsumexp(logits, -1)
-    if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.float()[:, None])
-    probabilities = (logits - lse[..., None]).exp().masked_fill(lse[..., None] == -torch.inf, 0)
-    by_head = probabilities.reshape(batch, heads, groups * queries, slots)
-    out = pv(by_head, value).view(batch, query_heads, queries, -1).to(query.dtype)
-    if observed is None:
-        return out, lse, lse.new_empty(batch, heads, 0)
-    count = observed.float()[:, None].masked_fill(logits.amax(-1) <= MASKED_BELOW, 0).reshape(batch, heads, 1, groups * queries)
-    counted = by_head.masked_fill((count == 0).mT, 0)
-    return out, lse, (count @ counted)[:, :, 0]
 
+    key: KeysOrValues
+    value: KeysOrValues
+    paged: Any = None
+    joined: Pair | None = None
 
-def _scored(
-    query: Tensor, inputs: PagedInputs, mask: Tensor | None, causal: bool, scaling: float | None, softcap: float | None
-) -> tuple[Tensor, KeysOrValues]:
-    """The scores of all slots under the mask, fp32 `[B, Hq, Q, slots]`, and the values."""
-    value, places = paged_side(inputs, 1)
-    logits = scores(query, AttentionInputs(paged_side(inputs, 0)[0], value), None, scaling, softcap=softcap)
-    return mask_slots(logits, inputs.columns(places), mask, causal), value
+    @property
+    def counted(self) -> bool:
+        """Whether the device counts the tokens, which are the same for all heads."""
+        return self.paged is not None and self.paged.rows is not None and not self.by_head
 
+    @property
+    def compiled(self) -> bool:
+        """Whether compiled code attends to these inputs by operators."""
+        return self.paged is not None and self.paged.handle is not None
 
-def _scored_rest(
-    query: Tensor, rest: PagedInputs, selection: Selection, mask: Tensor | None, scaling: float | None, softcap: float | None
-) -> tuple[Tensor, KeysOrValues]:
-    """The scores of the tokens of `rest`, fp32 `[B, Hq, Q, T]`, -inf for those that are selected, and the values. They are before all
-    queries."""
-    if isinstance(selection.known, Tensor) and selection.known.shape[2] == query.shape[2]:  # else, few of the queries made the choice
-        logits, (value, places) = selection.known, paged_side(rest, 1)
-    else:
-        logits, value = _scored(query, rest, mask, False, scaling, softcap)
-        places = rest.gather(1)[1]
-    chosen, tokens = selection.places(), value.shape[2]
-    unread = chosen.new_zeros(*chosen.shape[:2], tokens + 1, dtype=torch.bool).scatter_(2, torch.where(chosen < 0, tokens, chosen), True)
-    unread = unread[:, :, :-1] | (rest.columns(places) < 0)
-    return logits.unflatten(1, (chosen.shape[1], -1)).masked_fill(unread[:, :, None, None], -torch.inf).flatten(1, 2), value
-
-
-def mask_slots(logits: Tensor, columns: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """`logits` `[B, Hq, Q, slots]` under the mask of `attend_pages`; -inf where a slot has no token. `columns`: `PagedInputs.columns`."""
-    batch, query_heads, queries, slots = logits.shape
-    heads = columns.shape[1]
-    logits, column = logits.unflatten(1, (heads, -1)), columns[:, :, None, None]
-    newest = column.amax(-1, keepdim=True) + 1 - queries + torch.arange(queries, device=logits.device)[:, None]
-    if mask is not None:
-        mask = mask[(None,) * (4 - mask.dim())].expand(batch, query_heads, queries, -1).unflatten(1, (heads, -1))
-        index = column.clamp(0, mask.shape[-1] - 1).expand(batch, heads, query_heads // heads, queries, slots)
-        logits = apply_mask(logits, mask.gather(-1, index), False)
-    if causal:
-        logits = logits.masked_fill(column > newest, torch.finfo(torch.float32).min)
-    return logits.masked_fill(column < 0, -torch.inf).flatten(1, 2)
+    @property
+    def by_head(self) -> bool:
+        """Whether each head has pages of its own. Slots without a token are left out by `paged`; attention over `key` and `value`,
+        which have as many quantized tokens as the longest head, needs a mask for each head then."""
+        return self.paged is not None and self.paged.pages.per_head
 
 
 def paged_side(inputs: PagedInputs, side: int) -> tuple[KeysOrValues, Tensor]:

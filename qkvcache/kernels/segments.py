@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,47 +114,10 @@ def planes_of(layout: PackedLayout | None, codes: Codes) -> tuple[Tensor, Tensor
     return main if main.itemsize > 1 else main.view(torch.int16), high.view(torch.int16), scales
 
 
-def differ(stored: Tensor, given: Tensor) -> bool:
-    """Whether two tensors `[B, H, T, D]` differ in batch, heads, head_dim or dtype."""
-    a, b = stored.shape, given.shape
-    return a[0] != b[0] or a[1] != b[1] or a[3] != b[3] or stored.dtype is not given.dtype
-
-
 def join_tokens(parts: Sequence[Tensor]) -> Tensor:
     """`parts` `[B, H, T, width]` in a row; where one alone has tokens, it."""
     parts = [x for x in parts if x.shape[2]]
     return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
-
-
-@dataclass(eq=False)  # frozen ones take four times as long to make, at every step
-class AttentionInputs:
-    """The keys and values of one layer for one step, which are not changed.
-
-    key, value  what the torch reference reads
-    paged       the same as `PagedInputs`, for kernels; None where only torch can read the tokens
-    joined      keys and values `[B, H, T, D]` of sinks and residual in one tensor each, where they are contiguous in memory
-    """
-
-    key: KeysOrValues
-    value: KeysOrValues
-    paged: Any = None
-    joined: Pair | None = None
-
-    @property
-    def counted(self) -> bool:
-        """Whether the device counts the tokens, which are the same for all heads."""
-        return self.paged is not None and self.paged.rows is not None and not self.by_head
-
-    @property
-    def compiled(self) -> bool:
-        """Whether compiled code attends to these inputs by operators."""
-        return self.paged is not None and self.paged.handle is not None
-
-    @property
-    def by_head(self) -> bool:
-        """Whether each head has pages of its own. Slots without a token are left out by `paged`; attention over `key` and `value`,
-        which have as many quantized tokens as the longest head, needs a mask for each head then."""
-        return self.paged is not None and self.paged.pages.per_head
 
 
 def qk(q: Tensor, side: KeysOrValues) -> Tensor:

@@ -16,30 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attend import MASKED_BELOW, MASKED_SCORE
-from .pages import BEGIN, BLOCK, SINKS, WHOLE, AttentionBudget, PagedInputs, Selection
+from .pages import BEGIN, BLOCK, SINKS, WHOLE, PagedInputs, Selection
 from .segments import Packed, scores_of_levels
 
 GROUP, SAMPLED = 32, 8
 """The most queries that share a choice, and how many of them weigh the blocks for all: those of a text choose alike."""
-MOST_QUERIES = 512
-"""The most queries that read chosen blocks: a turn, not a part of a prompt, which reads all tokens."""
-LEAST_SKIPPED, LEAST_COARSE = 2**19, 3 * 2**20
-"""The fewest vectors, tokens times KV heads of all rows, that must be left out, or read by upper halves, so that a GPU gains by it."""
-
-
-def selects(query: Tensor, inputs: PagedInputs) -> bool:
-    """Whether attention of `query` `[B, Hq, Q, D]` reads chosen blocks: there are more tokens than the budget, and choosing pays, as it
-    always does where the others lie in host memory."""
-    if inputs.budget is None or query.shape[2] > MOST_QUERIES:
-        return False
-    skipped = inputs.max_length - inputs.budget.blocks(-(-inputs.max_length // BLOCK)) * BLOCK
-    return skipped > 0 and (inputs.cache is not None or pays(skipped * query.shape[0], inputs.ring[0], inputs.budget))
-
-
-def pays(skipped: int, ring: Tensor, budget: AttentionBudget) -> bool:
-    """Whether not reading `skipped` tokens of all rows in full takes less time than choosing blocks. `ring`: `[F, H, R, D]`."""
-    least = LEAST_COARSE if budget.coarse else LEAST_SKIPPED
-    return skipped > 0 and (ring.device.type != "cuda" or skipped * ring.shape[1] >= least)
 
 
 def groups(query: Tensor, inputs: PagedInputs, mask: Tensor | None, causal: bool) -> Iterator[tuple[Tensor, PagedInputs, Tensor | None]]:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ..formats.base import PackedLayout
 from . import select_blocks as reference
+from .attend import PageOptions
 from .fused import OF_INPUTS, Arguments, Call, _strides, architecture
 from .launch import Launcher
-from .pages import BLOCK, PagedInputs, PageOptions, Pages, Selection
+from .pages import BLOCK, PagedInputs, Pages, Selection
 from .segments import planes_of
 from .triton_attend import SCORED, _hides, entry_of, head_of, key_scores, page_of, query_planes, read_of, words_of_tile
 from .triton_math import MASKED_SCORE, exp2, log2

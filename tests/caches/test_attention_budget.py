@@ -12,8 +12,8 @@ from transformers.masking_utils import sdpa_mask
 
 from qkvcache import CompressedCache, TurboQuantCache, policies
 from qkvcache.attention.compressed_kv import warn_once
-from qkvcache.kernels.pages import BLOCK
-from qkvcache.kernels.select_blocks import GROUP, MOST_QUERIES, SAMPLED
+from qkvcache.kernels.pages import BLOCK, MOST_QUERIES
+from qkvcache.kernels.select_blocks import GROUP, SAMPLED
 from tests.matrix import model
 from tests.reference import ZONES, assert_close, prompt, run
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qkvcache import CompressedCache
-from qkvcache.kernels import AttentionBudget, attend_on_codes, select_blocks
+from qkvcache.kernels import AttentionBudget, attend_on_codes, pages
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.snapshot import restore, snapshot
 from tests.kernels.test_pages import DEVICE, KERNELS
@@ -29,7 +29,7 @@ KERNEL = pytest.param("triton", marks=KERNELS)
 def few_tokens_pay(monkeypatch):
     """A GPU chooses blocks without `offload_pages`, too."""
     for least in ("LEAST_SKIPPED", "LEAST_COARSE"):
-        monkeypatch.setattr(select_blocks, least, 0)
+        monkeypatch.setattr(pages, least, 0)
 
 
 def caches(**options) -> tuple[CompressedCache, CompressedCache]:

@@ -10,7 +10,8 @@ from transformers import DynamicCache
 from qkvcache import CompressedCache
 from qkvcache.attention import observer
 from qkvcache.caches.memory import bytes_by_role
-from qkvcache.kernels import attend_chunked, pages
+from qkvcache.kernels import attend_chunked, dispatch
+from qkvcache.kernels.attend import attend_pages as attend_in_torch
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.layers.snapshot import restore, snapshot
 from qkvcache.policies import H2O, AdaKV, KVzip, SnapKV
@@ -184,7 +185,8 @@ def test_kernels_do_what_torch_operations_do(monkeypatch, format):
     monkeypatch.setattr(attend_chunked, "CHUNK_TOKENS", 64)
     for kernels in ("torch", "triton"):
         monkeypatch.setenv("QKVCACHE_KERNELS", kernels)
-        monkeypatch.setattr(pages, "attend_pages", pages.attend_pages if kernels == "torch" else lambda *args: pytest.fail("no kernel"))
+        torch_runs = attend_in_torch if kernels == "torch" else lambda *args: pytest.fail("no kernel")
+        monkeypatch.setattr(dispatch, "attend_pages_in_torch", torch_runs)
         taken.clear()
         cache = CompressedCache(network.config, policy=policy, format=FORMATS[format], num_sink_tokens=2, residual_length=5)
         logits = run(network, cache, sizes, (ids * mask, mask))

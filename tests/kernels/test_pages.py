@@ -13,6 +13,7 @@ from torch import Tensor
 from qkvcache.formats import Codes, Format
 from qkvcache.kernels import PagedInputs, Pages, Splits, attend_pages, give_handle
 from qkvcache.kernels import pages as reference
+from qkvcache.kernels.attend import attend_pages as attend_in_torch
 from qkvcache.kernels.handles import ORDER
 from tests.matrix import FORMATS, slowly
 from tests.matrix import FORMATS as REGISTRY
@@ -58,7 +59,7 @@ def test_the_reference(format, per_head):
     batch = len(lengths)
     inputs = build(REGISTRY[format], lengths, begin=2, sinks=2, ring=5, ring_tokens=[4, 0, 5][:batch], shared=0 if per_head else 1)
     query = torch.randn(batch, 4, 1, 64)
-    out, lse, sums = reference.attend_pages(query, inputs)
+    out, lse, sums = attend_in_torch(query, inputs)
     wanted, wanted_lse = by_row(query, inputs)
     torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-4)
@@ -72,7 +73,7 @@ def test_everything_that_attention_has():
     for mask in (None, torch.rand(3, 1, 4, 150) < 0.7, torch.randn(1, 4, 1, 150)):
         if mask is not None and mask.dtype == torch.bool:
             mask = mask | (torch.rand(3, 1, 1, 150) < 0.5)
-        out, lse, _ = reference.attend_pages(query, inputs, mask, **options)
+        out, lse, _ = attend_in_torch(query, inputs, mask, **options)
         wanted, wanted_lse = by_row(query, inputs, mask, **options)
         torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-4)
@@ -82,7 +83,7 @@ def test_accumulated_attention():
     """Of each slot, and 0 where there is no token: sums over slots are the numbers of queries."""
     inputs = build(REGISTRY["int8"], [70, 0], ring=6, ring_tokens=[6, 3])
     query, observed = torch.randn(2, 4, 3, 64), torch.tensor([[1.0, 0, 2], [0, 1, 1]])
-    sums = reference.attend_pages(query, inputs, causal=True, observed=observed)[2]
+    sums = attend_in_torch(query, inputs, causal=True, observed=observed)[2]
     torch.testing.assert_close(sums.sum(-1), (2 * observed.sum(1))[:, None].expand(2, 2))
     assert (sums[inputs.columns(inputs.gather(0)[1]).expand_as(sums) < 0] == 0).all()
 
@@ -140,7 +141,7 @@ def compare(monkeypatch, format: str, query: Tensor, inputs: PagedInputs, mask=N
 
     with guarded(monkeypatch):
         out, lse, sums = fused.attend_pages(query, given or inputs, mask, **options)
-    wanted, wanted_lse, wanted_sums = reference.attend_pages(query.float(), inputs, mask, **options)
+    wanted, wanted_lse, wanted_sums = attend_in_torch(query.float(), inputs, mask, **options)
     limit = tolerance(format, query.dtype)
     assert out.isfinite().all() and out.dtype == query.dtype and sums.shape == wanted_sums.shape
     error = ((out.float() - wanted).norm() / wanted.norm()).item()

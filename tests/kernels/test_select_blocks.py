@@ -13,6 +13,7 @@ from qkvcache.kernels import PagedInputs, attend_pages
 from qkvcache.kernels import pages as reference
 from qkvcache.kernels import select_blocks as selecting
 from qkvcache.kernels.attend import MASKED_SCORE
+from qkvcache.kernels.attend import attend_pages as attend_in_torch
 from qkvcache.kernels.pages import BLOCK, WHOLE, AttentionBudget
 from qkvcache.kernels.select_blocks import block_weights, choose_blocks, coarse_logits, select_blocks
 from tests.matrix import FORMATS, slowly
@@ -114,8 +115,8 @@ def test_attention_reads_the_chosen_blocks_alone(queries, begin):
             shown[b, h, 0, sinks : sinks + max(length - begin, 0)] = False
             chosen = selection.places()[b, h // 2]
             shown[b, h, 0, sinks + chosen[chosen >= begin] - begin] = True
-    out, lse, _ = reference.attend_pages(query, read, causal=True)
-    wanted, wanted_lse, _ = reference.attend_pages(query, inputs, shown, causal=True)
+    out, lse, _ = attend_in_torch(query, read, causal=True)
+    wanted, wanted_lse, _ = attend_in_torch(query, inputs, shown, causal=True)
     torch.testing.assert_close(out, wanted, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
 
@@ -128,7 +129,7 @@ def test_the_rest_is_read_by_upper_halves(known, begin):
     selection = select_blocks(query, inputs)
     if not known:
         selection.known = None
-    out, lse, _ = reference.attend_pages(query, inputs.reading(selection))
+    out, lse, _ = attend_in_torch(query, inputs.reading(selection))
     coarse = replace(inputs, pages=inputs.pages.coarse)
     for b, length in enumerate(LENGTHS):
         sinks, ring = (int(inputs.rows[b, column]) for column in (reference.SINKS, reference.RING_TOKENS))
@@ -189,7 +190,7 @@ def test_groups_of_queries_choose_for_themselves(masked, monkeypatch):
     """Each group reads what the queries alone read that end with it; through the kernels as in torch."""
     monkeypatch.setattr(selecting, "GROUP", 4)
     monkeypatch.setattr(selecting, "SAMPLED", 2)
-    monkeypatch.setattr(selecting, "LEAST_SKIPPED", 0)
+    monkeypatch.setattr(reference, "LEAST_SKIPPED", 0)
     inputs = replace(inputs_of("int8", device=DEVICE), ring=(torch.randn(ROWS + 2, 2, 12, 64, device=DEVICE).half(),) * 2)
     inputs.rows[:, reference.RING_START], inputs.rows[:, reference.RING_TOKENS] = 7, torch.tensor([12, 11, 10], device=DEVICE)
     query = queries_like(inputs, 6)
@@ -244,6 +245,6 @@ def test_the_kernels_where_all_tokens_are_read(begin, monkeypatch):
     query = queries_like(inputs)
     mine = triton_select_blocks.select_blocks(query, inputs)
     assert mine.lengths.tolist() == [[max(length - begin // BLOCK * BLOCK, 0)] * 2 for length in LENGTHS]
-    out = reference.attend_pages(query, inputs.reading(mine))[0]
-    torch.testing.assert_close(out, reference.attend_pages(query, inputs)[0])
+    out = attend_in_torch(query, inputs.reading(mine))[0]
+    torch.testing.assert_close(out, attend_in_torch(query, inputs)[0])
     compare(monkeypatch, "turboquant_4bit_nc_halves", query, inputs.reading(mine))
