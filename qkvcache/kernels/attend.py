@@ -69,13 +69,16 @@ def attend_observed(
     sinks = options.get("sinks")
     logits = scores(query, attention_inputs.key, options.get("scaling"), options.get("softcap"))
     logits = apply_mask(logits, mask, options.get("causal", False))
-    every = logits if sinks is None else torch.cat([logits, sinks.to(logits).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], dim=-1)
+    every = logits
+    if sinks is not None:
+        column = sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        every = torch.cat([logits, column], dim=-1)
     return _weighted(query, every.softmax(-1)[..., : logits.shape[3]], logits, attention_inputs.value, observed)
 
 
 def _weighted(query: Tensor, probabilities: Tensor, logits: Tensor, value: KeysOrValues, observed: Tensor | None) -> tuple[Tensor, Tensor]:
     """The output `[B, Hq, Q, Dv]` and the accumulated attention for `probabilities` `[B, Hq, Q, T]`."""
-    batch, heads, tokens, _ = value.shape
+    batch, (heads, tokens) = len(query), value.shape[1:3]
     by_head = probabilities.reshape(batch, heads, -1, tokens)
     out = pv(by_head, value).view(*query.shape[:3], -1).to(query.dtype)
     if observed is None:
@@ -87,7 +90,7 @@ def _weighted(query: Tensor, probabilities: Tensor, logits: Tensor, value: KeysO
 
 def scores(query: Tensor, key: KeysOrValues, scaling: float | None, softcap: float | None) -> Tensor:
     """Scores before the mask, fp32 `[B, Hq, Q, T]`."""
-    batch, heads, tokens, dim = key.shape
+    batch, (heads, tokens, dim) = len(query), key.shape[1:]
     scaling = dim**-0.5 if scaling is None else scaling
     logits = qk(query.float().mul(scaling).reshape(batch, heads, -1, dim), key).view(*query.shape[:3], tokens)
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
