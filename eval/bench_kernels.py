@@ -39,7 +39,7 @@ from qkvcache.storage import RowPages, attention_inputs_of
 if importlib.util.find_spec("triton"):
     from qkvcache.kernels import fused
     from qkvcache.kernels.triton_dequantize import dequantize_pages
-    from qkvcache.kernels.triton_quantize import quantize_into
+    from qkvcache.kernels.triton_store import quantize_into
 
 HALVES = {format.name: format for format in (TurboQuant("4bit_nc", halves=True), Int8(halves=True))}
 KNOWN = REGISTRY | {"hadaquant_k4v4": HadaQuant(4, 4)} | HALVES

@@ -36,11 +36,9 @@ from qkvcache.kernels import (  # noqa: E402
     triton_evict,
     triton_fetch_blocks,
     triton_gather,
-    triton_quantize,
     triton_rotate,
     triton_select_blocks,
-    triton_step,
-    triton_store_exact,
+    triton_store,
     triton_sum_attention,
 )
 from qkvcache.kernels.fused import EXACT_TILE, OF_SHARED, SUM_TOKENS, TILES, launched  # noqa: E402
@@ -117,7 +115,11 @@ class Job:
 
 def strides_aligned(name: str) -> bool:
     ends = ("stride_b", "stride_h", "stride_t", "q_stride_q", "strides", "query_b", "query_h", "query_q")
-    return name.endswith(ends) and not name.startswith(("mask", "out"))
+    return (
+        name in ("new", "stored", "planes", "out", "keys", "values", "key", "value")
+        or name.endswith(ends)
+        and not name.startswith(("mask", "out"))
+    )
 
 
 def attention(format: str, head_dim: int, target: str, variant: str = "", dtype: str = "bf16", rows: int = 1) -> Job:
@@ -318,47 +320,39 @@ def _planes_of(codec, dim: int, table: str) -> Types:
 
 
 def storing(format: str, head_dim: int, tokens: int, target: str, heads: int = 8) -> Job:
+    """Quantizing into slots, and copying into sinks and a ring; from a table where many tokens come."""
     codecs = FORMATS[format].codecs()
-    layouts = [triton_quantize.known(codec, _Like(head_dim)) for codec in codecs]
-    across, along, warps = triton_dequantize.tile(tuple(layouts), heads, tokens, triton_dequantize.padded(head_dim))
-    types = dict.fromkeys(("key", "value"), _strided("*bf16", 3)) | {"slots": _strided("*i64", 3)}
-    types |= {name: _planes_of(codec, head_dim, "*bf16") for name, codec in zip(("k_planes", "v_planes"), codecs, strict=True)}
-    constants = {
-        "K": layouts[0],
-        "D": head_dim,
-        "V": layouts[1],
-        "DV": head_dim,
-        "ACROSS": across,
-        "ALONG": along,
-        "PAGE": PAGE,
-        "BASE": ANCHOR,
-        "BY_TABLE": True,
-    }
+    layouts = tuple(triton_dequantize.known(codec, _Like(head_dim)) for codec in codecs)
+    across, along, warps = triton_dequantize.tile(layouts, heads, tokens, triton_dequantize.padded(head_dim))
+    vectors = _strided("*bf16", 3)
+    types: dict[str, str | Types] = {"new": (vectors, vectors), "slots": "*i64", "zones": ((*_strided("*i64", 3), vectors, vectors),) * 2}
+    types["planes"] = tuple(_planes_of(codec, head_dim, "*bf16") for codec in codecs)
+    constants = {"L": layouts, "D": (head_dim,) * 2, "ACROSS": across, "ALONG": along, "PAGE": PAGE, "BASE": ANCHOR}
+    constants |= {"ZONES": 0 if tokens > 1 else 2, "BY_TABLE": tokens > 1}
     name = f"quantize {format} {head_dim} {'block' if tokens > 1 else 'token'}"
-    return Job(name, triton_quantize._quantize_kernel, types, constants, target, {"num_warps": warps})
+    return Job(name, triton_store._quantize_kernel, types, constants, target, {"num_warps": warps})
 
 
 def stepping(format: str, head_dim: int, target: str) -> Iterator[Job]:
-    """A step of one token, and one that leaves the ring of a layer that evicts."""
-    codecs = dict(zip(("key", "value"), FORMATS[format].codecs(), strict=True))
-    zones = _strided("*bf16", 2) * 2
-    step: dict[str, str | Types] = {"control": "*i32", "rows": "*i32", "table": "*i64"}
-    step |= {name: _strided("*bf16", 3) for name in codecs}
-    step |= {f"{name[0]}_stored": (*zones, _planes_of(codec, head_dim, "*bf16")) for name, codec in codecs.items()}
-    evict: dict[str, str | Types] = RECORD_TYPES | {"table": "*i64"}
-    evict |= {name: ("*bf16", "*bf16", _planes_of(codec, head_dim, "*bf16")) for name, codec in codecs.items()}
-    stored = storing(format, head_dim, 1, target)
-    constants = {name: x for name, x in stored.constants.items() if name != "BY_TABLE"}
-    yield Job(f"step {format} {head_dim}", triton_step._step_kernel, step, constants, target, stored.options)
+    """A step of one token, a prompt, and a token that leaves the ring of a layer that evicts."""
+    zones, vectors = _strided("*bf16", 2) * 2, _strided("*bf16", 3)
+    planes = [_planes_of(codec, head_dim, "*bf16") for codec in FORMATS[format].codecs()]
+    step: dict[str, str | Types] = {"control": "*i32", "rows": "*i32", "table": "*i64", "new": (vectors, vectors)}
+    step["stored"] = tuple((*zones, side) for side in planes)
+    for tokens, name in ((1, ""), (512, " block")):
+        stored = storing(format, head_dim, tokens, target)
+        constants = {name: x for name, x in stored.constants.items() if name not in ("ZONES", "BY_TABLE")}
+        yield Job(f"step {format} {head_dim}{name}", triton_store._step_kernel, step, constants, target, stored.options)
+    evict = RECORD_TYPES | {"table": "*i64", "stored": tuple(("*bf16", "*bf16", side) for side in planes)}
     stored = storing(format, head_dim, 1, target, heads=1)
-    constants = {name: x for name, x in stored.constants.items() if name not in ("ACROSS", "BY_TABLE")} | {"N": triton_evict.ORDERED}
+    constants = {name: x for name, x in stored.constants.items() if name not in ("ZONES", "BY_TABLE")} | {"N": triton_evict.ORDERED}
     yield Job(f"evict_token {format} {head_dim}", triton_evict._evict_kernel, evict, constants, target, stored.options)
 
 
 def arriving(head_dim: int, heads: int, target: str) -> Job:
-    types = RECORD_TYPES | dict.fromkeys(("key", "value"), _strided("*bf16", 2)) | {"ring": ("*bf16", "*bf16")}
-    types["new"] = tuple(_strided(record, 2) for record in RECORD_TYPES["records"])
-    constants = {"D": head_dim, "DV": head_dim, "GIVEN": (False, False, True, True), "REAL": True, "ACROSS": heads}
+    types = RECORD_TYPES | {"sides": (("*bf16", *_strided("*bf16", 2)),) * 2}
+    types["fields"] = tuple(_strided(record, 2) for record in RECORD_TYPES["records"])
+    constants = {"D": (head_dim,) * 2, "GIVEN": (False, False, True, True), "REAL": True, "ACROSS": heads}
     return Job(f"arrive {head_dim} {heads} heads", triton_evict._append_kernel, types, constants, target)
 
 
@@ -395,18 +389,6 @@ def gathering(format: str, head_dim: int, target: str) -> Job:
     return Job(f"gather {format} {head_dim}", triton_gather._gather_rows_kernel, types, constants, target, {"num_warps": warps})
 
 
-def storing_rows(head_dim: int, target: str) -> Job:
-    types = dict.fromkeys(("key", "value"), _strided("*bf16", 3) * 3) | dict.fromkeys(("ring_at", "sink_at"), _strided("*i64", 2))
-    constants = {"D": head_dim, "DV": head_dim, "N": triton_store_exact.TILE, "SINKS": True}
-    return Job(f"store rows {head_dim}", triton_store_exact._store_rows_kernel, types, constants, target)
-
-
-def storing_exact(head_dim: int, target: str) -> Job:
-    types = dict.fromkeys(("key", "value"), _strided("*bf16", 3) * 3) | {"rows": "*i32"}
-    constants = {"D": head_dim, "DV": head_dim, "N": triton_store_exact.TILE}
-    return Job(f"store exact {head_dim}", triton_store_exact._store_exact_kernel, types, constants, target)
-
-
 def rotary(head_dim: int, target: str, interleaved: bool = False) -> Job:
     types = {"x": _strided("*bf16", 3), "out": _strided("*bf16", 3), "by": "*i64", "inv_freq": "*fp64"}
     half = head_dim // 2
@@ -440,7 +422,7 @@ def jobs(everything: bool) -> Iterator[Job]:
                 continue
             yield from (attention(format, 128, target, variant) for variant in ("items", "shared items", "blocks", "branches"))
             yield scoring(format, 128, target)
-            if (halves := FORMATS[format].in_halves()) is not None:
+            if (halves := FORMATS[format].in_halves()) is not None and halves.name in FORMATS:
                 yield attention(halves.name, 128, target)
                 yield attention(halves.name, 128, target, "rest")
             if format != "identity":
@@ -455,8 +437,6 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield attention_to_latents(format, target, variant="chosen")
         yield from columns(128, target)
         yield arriving(128, 8, target)
-        yield storing_rows(128, target)
-        yield storing_exact(128, target)
         yield rotary(128, target)
         if not few:
             sizes = [("int8", 256), ("int8", 512), ("int4", 96)]
@@ -481,7 +461,6 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield joining("int4_vllm", 512, target)
             yield rotating(96, target)
             yield from (arriving(*sizes, target) for sizes in ((80, 32), (256, 16)))
-            yield storing_rows(80, target)
             yield rotary(128, target, interleaved=True)
             yield summing(4, target)
             yield from columns(128, target, options=True)

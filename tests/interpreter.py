@@ -111,7 +111,7 @@ def _compute_at_once() -> None:
     def typed(x) -> tuple | None:
         """The value and the type of an operand, and whether it is a number."""
         if isinstance(x, core.tensor):
-            return x.handle.data, x.type.scalar, False
+            return None if x.type.scalar.is_ptr() else (x.handle.data, x.type.scalar, False)
         x = x.value if isinstance(x, core.constexpr) else x
         if type(x) is int and -(2**31) <= x < 2**31:
             return x, core.int32, True

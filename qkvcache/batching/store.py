@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..kernels import AttentionBudget, PagedInputs, Pages, Pair, prepare, quantize_into, reads_together, store_rows
+from ..kernels import AttentionBudget, PagedInputs, Pages, Pair, prepare, quantize_into, reads_together
 from ..kernels.attend_chunked import CHUNK_BYTES
 from ..kernels.pages import LENGTH, WHOLE
 from .layout import BlockLayout
@@ -80,8 +80,8 @@ class PageStore:
         of `Batch.writes`."""
         in_pages, in_ring, in_sinks = writes
         pages, sinks = self._pages(layer, in_pages[:0, None], None)
-        quantize_into(pages, x, in_pages[None, None])
-        store_rows(x, self._ring(layer), in_ring[None], sinks, in_sinks[None])
+        zones = [(zone, at[None]) for zone, at in ((self._ring(layer), in_ring), (sinks, in_sinks)) if zone[0].shape[2]]
+        quantize_into(pages, x, in_pages[None, None], zones)
 
     def calibrate(self, layer: int, x: Pair) -> None:
         """Freezes the statistics of a layer when its first prompts are read, from keys and values `[1, H, T, D]`. They

@@ -28,8 +28,6 @@ from .dispatch import (
     rotate,
     split_rows,
     step,
-    store_exact,
-    store_rows,
     sum_attention,
     unfold,
 )

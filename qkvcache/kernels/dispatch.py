@@ -79,7 +79,7 @@ def load_ahead() -> None:
 
 
 def _import_kernels() -> None:
-    for name in ("triton_quantize", "triton_store_exact", "triton_step", "fused"):
+    for name in ("triton_store", "fused"):
         importlib.import_module(f".{name}", __package__)
 
 
@@ -306,16 +306,14 @@ def _dequantizes(pages: Pages, out: Pair) -> bool:
     return pages.by_page and _serve("triton_dequantize", pages.codecs, out)
 
 
-_quantize_into = _by_kernel(paged.quantize_into, "triton_quantize", lambda pages, x, *_: pages.by_page and quantizes(pages.codecs, x))
+_quantize_into = _by_kernel(paged.quantize_into, "triton_store", lambda pages, x, *_: pages.by_page and quantizes(pages.codecs, x))
 dequantize_pages = _by_kernel(paged.dequantize_pages, "triton_dequantize", lambda pages, out, *_: _dequantizes(pages, out))
 gather_rows = _by_kernel(paged.gather_rows, "triton_gather", lambda inputs, *others: _dequantizes(inputs.pages, others[-1]))
-store_rows = _by_kernel(paged.store_rows, "triton_store_exact", lambda x, *_: on_triton(x[0].device))
-store_exact = _by_kernel(paged.store_exact, "triton_store_exact", lambda x, *_: on_triton(x[0].device))
 
 
 @functools.wraps(paged.quantize_into)
-def quantize_into(pages: Pages, x: Pair, slots: Tensor | int) -> None:
-    _quantize_into(pages, x, slots)
+def quantize_into(pages: Pages, x: Pair, slots: Tensor | int, zones: Sequence[tuple[Pair, Tensor]] = ()) -> None:
+    _quantize_into(pages, x, slots, zones)
     if pages.index is not None and isinstance(slots, int):
         copy_index(pages, x[0].shape[2], slots)
 
@@ -327,24 +325,21 @@ def copy_index(pages: Pages, tokens: int, begin: int | None = None) -> None:
 
 
 def step(inputs: PagedInputs, x: Pair) -> None:
-    """Stores keys and values `[B, H, T, D]`, counting on the device: `pages.step`, in one launch where there is a kernel. More tokens than
-    the ring has slots are stored in several steps."""
+    """Stores keys and values `[B, H, T, D]`, counting on the device: `pages.step`, in one launch where there is a kernel."""
     if torch.compiler.is_compiling():
         torch.ops.qkvcache.step(inputs.handle, ORDER[x[0].device], *x)
-        return
-    for part in zip(*(side.split(inputs.ring[0].shape[2], dim=2) for side in x), strict=True):
-        if launch := launch_of_step(inputs, part):
-            launch(part)
-        else:
-            paged.step(inputs, part)
-            copy_index(inputs.pages, part[0].shape[2])
+    elif launch := launch_of_step(inputs, x):
+        launch(x)
+    else:
+        paged.step(inputs, x)
+        copy_index(inputs.pages, x[0].shape[2])
 
 
 def launch_of_step(inputs: PagedInputs, x: Pair) -> Callable[[Pair], None] | None:
     """`step` for tokens of the shape and dtype of `x`, with all other arguments prepared; None if there is no kernel for it."""
     if not (inputs.pages.by_page and quantizes(inputs.pages.codecs, x)):
         return None
-    launch = _module("triton_step").launch_of_step(inputs, x)
+    launch = _module("triton_store").launch_of_step(inputs, x)
     if inputs.pages.index is None:
         return launch
     copy = _module("triton_fetch_blocks").index_of(inputs.pages, x[0].shape[2], None)

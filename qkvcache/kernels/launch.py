@@ -70,7 +70,7 @@ class _Ahead(threading.local):
 
 _AHEAD = _Ahead()
 _COMPILING: dict[Any, Future] = {}
-"""Kernels that other threads compile."""
+"""Kernels that other threads compile, by `Launcher.variant`."""
 
 
 @contextmanager
@@ -110,12 +110,14 @@ class Launcher:
         self.in_order = itemgetter(*(at[name] for name in kernel.arg_names))
         self.compiled: dict[Any, Any] = {}
         self.direct = _callable(kernel)
+        self.variant = kernel, *(self.fixed.get(param.name) for param in getattr(kernel, "params", ()) if param.is_constexpr)
+        """The kernel with its constants."""
 
     def __call__(self, grid: tuple[int, int, int], *values: Any, held: Held = NOTHING) -> None:
         """Launches the kernel on the current stream of its device."""
         if _AHEAD.on:
-            if self.direct and self.kernel not in _COMPILING:
-                _COMPILING[self.kernel] = _pool().submit(self._compile, grid, self._named(values, held))
+            if self.direct and self.variant not in _COMPILING:
+                _COMPILING[self.variant] = _pool().submit(self._compile, grid, self._named(values, held))
             return
         if not self.direct:
             with torch.cuda.device(self.index):
@@ -143,7 +145,7 @@ class Launcher:
 
     def _launch(self, grid: tuple[int, int, int], values: Sequence[Any], held: Held) -> Any:
         """Launches the kernel as Triton does, which returns the compiled kernel."""
-        if compiling := _COMPILING.pop(self.kernel, None):
+        if compiling := _COMPILING.pop(self.variant, None):
             wait([compiling])  # its errors are this launch's
         return self.kernel[grid](**self._named(values, held), **self.fixed)
 

@@ -588,14 +588,19 @@ def _blocks(codec: Codec, codes: Codes, tokens: int, like: Tensor) -> Iterator[P
         yield Packed(codec, part, count, like.shape[3])
 
 
-def quantize_into(pages: Pages, x: Pair, slots: Tensor | int) -> None:
+def quantize_into(pages: Pages, x: Pair, slots: Tensor | int, zones: Sequence[tuple[Pair, Tensor]] = ()) -> None:
     """Quantizes keys and values `[B, H, T, D]` into `slots`, int64 `[B, 1 or H, T]` (1: the same for all heads): `entry
     * PAGE + offset`, or negative for tokens that are not stored. An int: as the tokens from this number on of each row,
-    whose heads share pages."""
+    whose heads share pages. Also copies them into `zones`: keys and values `[F, H, R, D]` in the model's dtype, with the slot of each
+    token, `row * R + slot`, int64 `[B, T]`, or negative."""
     if isinstance(slots, int):
         slots = pages.slots(torch.arange(slots, slots + x[0].shape[2], device=x[0].device))
     for side, (codec, new, statistics) in enumerate(zip(pages.codecs, x, pages.statistics, strict=True)):
         pages.put(side, slots, codec.quantize(new, statistics))
+        for zone, at in zones:
+            place = zone[side].transpose(1, 2)
+            row, slot = at.flatten().div(place.shape[1], rounding_mode="floor"), at.flatten() % place.shape[1]
+            _put(place, row >= 0, (row, slot), new.transpose(1, 2).flatten(0, 1))
 
 
 def _put(x: Tensor, stored: Tensor, index: tuple[Tensor, ...], new: Tensor) -> None:
@@ -609,71 +614,39 @@ def _put(x: Tensor, stored: Tensor, index: tuple[Tensor, ...], new: Tensor) -> N
     x[at] = torch.where(stored, new, torch.where(stored.any(), new.index_select(0, first), x[at]))
 
 
-def store_rows(x: Pair, ring: Pair, ring_slots: Tensor, sinks: Pair, sink_slots: Tensor) -> None:
-    """Copies keys and values `[B, H, T, D]` into the slots of rings `[F, H, R, D]` and of sinks `[E, H, S, D]`, `S` may be 0.
-
-    `ring_slots`, `sink_slots`: `row * R + slot` and `row * S + slot` of each token, int64 `[B, T]`; negative for tokens
-    that are not stored.
-    """
-    for places, slots in ((ring, ring_slots.flatten()), (sinks, sink_slots.flatten())):
-        for place, side in zip(places, x, strict=True):
-            if count := place.shape[2]:
-                index = slots.div(count, rounding_mode="floor"), slots % count
-                _put(place.transpose(1, 2), slots >= 0, index, side.transpose(1, 2).flatten(0, 1))
-
-
-def store_exact(
-    x: Pair, ring: Pair, sinks: Pair, rows: Tensor, new_sinks: tuple[int, int], begin: int, slot: int, counts: tuple[int, ...]
-) -> None:
-    """Copies exact tokens, keys and values `[B, H, T, D]` each, into rings `[B, H, R, D]` and sinks `[B, H, S, D]`, and sets counts.
-
-    Args:
-        new_sinks: the range of the `T` tokens that are new sinks: the first, and the one after the last. Their slots have the same numbers.
-        begin: the first token that is copied into the ring; all later ones are, too. The ring has room for them.
-        slot: the slot of the ring for token `begin`.
-        counts: the columns of `rows` (`PagedInputs.rows`) from SINKS on, the same for all rows.
-    """
-    for side, first, last in zip(x, sinks, ring, strict=True):
-        if new_sinks[0] < new_sinks[1]:
-            first[:, :, new_sinks[0] : new_sinks[1]] = side[:, :, new_sinks[0] : new_sinks[1]]
-        middle = min(begin + last.shape[2] - slot, side.shape[2])  # the first token that is at the beginning of the ring
-        last[:, :, slot : slot + middle - begin] = side[:, :, begin:middle]
-        if middle < side.shape[2]:
-            last[:, :, : side.shape[2] - middle] = side[:, :, middle:]
-    rows[:, SINKS:] = torch.tensor(counts, dtype=rows.dtype)
-
-
 def step(inputs: PagedInputs, x: Pair) -> None:
-    """Stores new tokens, keys and values `[B, H, T, D]`, `T` at most the slots of the ring, with counts on the device.
-    Tokens that leave the ring are quantized. A step that does not fit is dropped and counted in `control`. All rows have as many tokens."""
+    """Stores new tokens, keys and values `[B, H, T, D]`, with counts on the device: the first as sinks, the others in the ring. Tokens that
+    leave the ring are quantized. A step that does not fit is dropped and counted in `control`. All rows have as many tokens."""
     rows, control, ring = inputs.rows, inputs.control, inputs.ring[0].shape[2]
     if rows is None or control is None:
         raise ValueError("the inputs have no counts on the device")
     tokens, sinks = x[0].shape[2], inputs.sinks[0].shape[2]
     seen, quantized = rows[0, TOKENS].long(), rows[0, LENGTH].long()
-    fits = seen + tokens <= control[ROOM]
-    i = torch.arange(tokens, device=rows.device)
-    exact = seen - seen.clamp_max(sinks) - quantized
-    rank = i - (sinks - seen).clamp(0, tokens)  # among those that enter the ring; less than 0: a sink
-    slot = (quantized + exact + rank) % ring
-    leaves = (rank + exact >= ring) & fits
-    into = torch.where(leaves, quantized + exact + rank - ring, 0)
+    new_tokens = tokens * (seen + tokens <= control[ROOM])
+    opening = torch.minimum((sinks - seen).clamp_min(0), new_tokens)
+    entering, end = new_tokens - opening, seen - seen.clamp_max(sinks)  # of the ring, the number of its next token
+    i = torch.arange(ring + tokens, device=rows.device)
+    number = end - ring + i  # of the last tokens before these, then of these
+    leaves = (number >= quantized)[:tokens] & (i[:tokens] < entering)
+    into = torch.where(leaves, number[:tokens], 0)
     slots = torch.where(leaves, inputs.pages.slots(into), -1) if inputs.pages.table.shape[1] else None
+    fresh, kept = (opening + i[:tokens]).clamp_max(tokens - 1), entering + i[:ring]
     place = torch.arange(sinks, device=rows.device) - seen
-    opening = ((place >= 0) & (place < tokens) & fits)[:, None]
+    opens = ((place >= 0) & (place < opening))[:, None]
     sides = zip(inputs.pages.codecs, inputs.pages.statistics, inputs.sinks, inputs.ring, x, strict=True)
     for side, (codec, statistics, first, residual, new) in enumerate(sides):
-        old = residual.index_select(2, slot)
+        held = torch.cat([residual.index_select(2, number[:ring] % ring), new.index_select(2, fresh)], dim=2)
         if slots is not None:
-            # Where tokens share a scale, it must come from the tokens that are quantized: the last one is, if any is.
-            inputs.pages.put(side, slots, codec.quantize(torch.where(leaves[:, None], old, old[:, :, -1:]), statistics))
-        residual.index_copy_(2, slot, torch.where(((rank >= 0) & fits)[:, None], new, old))
+            # Where tokens share a scale, it must come from the tokens that are quantized: the last that leaves is, if any is.
+            old = torch.where(leaves[:, None], held[:, :, :tokens], held.index_select(2, (entering - 1).clamp_min(0)[None]))
+            inputs.pages.put(side, slots, codec.quantize(old, statistics))
+        residual.index_copy_(2, number[kept] % ring, held.index_select(2, kept))
         if sinks:
-            first.copy_(torch.where(opening, new.index_select(2, place.clamp(0, tokens - 1)), first))
-    seen, quantized = seen + tokens * fits, quantized + leaves.sum()
+            first.copy_(torch.where(opens, new.index_select(2, place.clamp(0, tokens - 1)), first))
+    seen, quantized = seen + new_tokens, quantized + leaves.sum()
     first = seen.clamp_max(sinks)
     rows[:, SINKS:] = torch.stack([first, quantized % ring, seen - first - quantized, quantized, seen]).int()
-    control[DROPPED].add_((tokens * ~fits).int())
+    control[DROPPED].add_((tokens - new_tokens).int())
 
 
 def unfold(inputs: PagedInputs, columns: int, new: Pair) -> Pair:

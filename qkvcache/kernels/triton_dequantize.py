@@ -281,6 +281,12 @@ def scales_of(layout: PackedLayout, head_dim: int) -> int:
     return head_dim // layout.group if layout.group else 2 if layout.scale == "pair" else 1
 
 
+@triton.constexpr_function
+def side_of(layouts: tuple[PackedLayout, PackedLayout], side: int) -> PackedLayout:
+    """The layout of keys (`side` 0) or of values (1); Triton does not take `layouts[side]` for a constant."""
+    return layouts[side]
+
+
 @triton.jit
 def vectors(tokens, heads, ACROSS: tl.constexpr, ALONG: tl.constexpr):
     """The vectors of a program's tile, N = ACROSS * ALONG: its row, its first head, and of each vector head and token, int64 [N], and

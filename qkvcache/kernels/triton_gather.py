@@ -16,7 +16,7 @@ from torch import Tensor
 from .pages import GATHER_TILE, PagedInputs
 from .segments import Pair
 from .triton_dequantize import load_tile, load_vectors, padded, planes_to_read, store_vectors, tile_of_pages
-from .triton_quantize import contiguous
+from .triton_store import contiguous
 
 
 def arguments_of(inputs: PagedInputs) -> tuple[list[tuple], list[Any], tuple[int, int, int]]:

@@ -1,7 +1,7 @@
-"""Quantizing keys and values into storage in one launch of one Triton kernel: what `Codec.quantize` computes.
+"""Quantizing a tile of vectors and storing it into pages: what `Codec.quantize` computes.
 
-A program quantizes a tile of tokens (times heads, where few tokens come at once or where a scale spans heads) of keys or of values, all
-channels of it, in registers: rotation, scale, codes, packing. Head dims that are no power of two are padded and masked.
+A tile has tokens (times heads, where few tokens come at once or where a scale spans heads) of keys or of values, with all channels, in
+registers: rotation, scale, codes, packing. Head dims that are no power of two are padded and masked.
 
 The rotation is a product with a matrix of 1 and -1, in which 16-bit inputs are exact; fp32 is split into three bfloat16, which is exact as
 well. Only sums round. Codes differ from those of `Codec.quantize` where a channel lies within such a rounding of the border of two codes.
@@ -9,33 +9,14 @@ Minima and maxima are computed on bit patterns, since a maximum of floats ignore
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ..formats.base import TINY, Codec
 from ..formats.codebooks import GRID, midpoints
 from ..formats.uniform import LEAST_SCALE
-from .pages import Pages
-from .segments import Pair, layout_of
-from .triton_dequantize import (
-    HALF_STEPS,
-    INTERPRETED,
-    float8,
-    known,
-    load_vectors,
-    padded,
-    plane_arguments,
-    rotate_rows,
-    scales_of,
-    table_of,
-    tile,
-    vectors,
-    width_of,
-)
+from .segments import layout_of
+from .triton_dequantize import HALF_STEPS, INTERPRETED, float8, rotate_rows, scales_of, width_of
 from .triton_dequantize import supports as dequantizes
 
 _TINY = tl.constexpr(TINY)
@@ -44,45 +25,9 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 
 def supports(codec: Codec, head_dim: int) -> bool:
-    """Whether `quantize_into` knows `codec` at `head_dim`."""
+    """Whether `store_tile` knows `codec` at `head_dim`."""
     layout = layout_of(codec)
     return layout is not None and layout.writable and dequantizes(codec, head_dim)
-
-
-def quantize_into(pages: Pages, x: Pair, slots: Tensor | int) -> None:
-    """Run `pages.quantize_into` in one launch, for keys and values in fp16, bf16 or fp32. Raises ValueError for a codec
-    that `supports` does not accept."""
-    if not x[0].numel():
-        return
-    x, by_table = contiguous(x), isinstance(slots, int)
-    start, places = (slots, pages.table[:, None]) if isinstance(slots, int) else (0, slots)
-    k_planes, v_planes, constants, grid, warps = launched(pages, x)
-    key, value = ((side, *side.stride()[:3]) for side in x)
-    places = places, places.stride(0), places.stride(1) if places.shape[1] > 1 else 0, places.stride(2)
-    with torch.cuda.device_of(x[0]):
-        _quantize_kernel[grid](
-            key, k_planes, value, v_planes, places, start, *x[0].shape[2:0:-1], *constants, pages.page_size, pages.firsts[0], by_table,
-            num_warps=warps,
-        )  # fmt: skip
-
-
-def launched(pages: Pages, x: Pair) -> tuple[Any, Any, list[object], tuple[int, int, int], int]:
-    """Return the arguments of a launch that stores vectors like `x`, keys and values `[B, H, T, D]`: `plane_arguments`
-    of keys and of values; layout and channels of keys, then of values, with heads and tokens of a tile; the grid;
-    warps."""
-    codes = (each | once for each, once in zip(pages.planes, pages.statistics, strict=True))
-    layouts = [known(codec, side) for codec, side in zip(pages.codecs, x, strict=True)]
-    batch, heads, tokens, _ = x[0].shape
-    across, along, warps = tile(tuple(layouts), heads, tokens, padded(max(side.shape[3] for side in x)), x[0].element_size())
-    key, value = (plane_arguments(layout, *both, table_of(layout, both[1])) for layout, *both in zip(layouts, codes, x, strict=True))
-    constants = [layouts[0], x[0].shape[3], layouts[1], x[1].shape[3], across, along]
-    return key, value, constants, (-(-tokens // along) * -(-heads // across), batch, 2), warps
-
-
-def contiguous(x: Pair) -> Pair:
-    """Keys and values whose channels are contiguous."""
-    key, value = (side if side.stride(3) == 1 else side.contiguous() for side in x)
-    return key, value
 
 
 @triton.jit
@@ -387,46 +332,3 @@ def store_tile(raw, live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.c
         scale = tl.reshape(scale, [N, P // SIZE]).to(scales.dtype.element_ty)
         tl.store(at_scale[:, None] + g[None, :], scale, mask=mask)
         _store_planes(at, tl.reshape(packed, [N, P]), live, L.scale == "block", D, P)
-
-
-@triton.jit
-def _quantize_side(
-    x, planes, slots, start, tokens, heads, L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
-    BASE: tl.constexpr, BY_TABLE: tl.constexpr,
-):  # fmt: skip
-    """A program of `_quantize_kernel`, for keys or for values; arguments as there."""
-    x, xb, xh, xt = x
-    b, h0, h, t, live = vectors(tokens, heads, ACROSS, ALONG)
-    raw = load_vectors(x + (b * xb + h * xh + t * xt), live, D)
-    at, ab, ah, along = slots
-    if BY_TABLE:
-        entry = tl.load(at + b * ab + (start + t) // PAGE * along, mask=live, other=BASE).to(tl.int64)
-        store_tile(raw, live, entry - BASE, b, h0, (start + t) % PAGE, planes, L, D, ACROSS)
-    else:
-        slot = tl.load(at + b * ab + h * ah + t * along, mask=live, other=-1).to(tl.int64)
-        store_tile(raw, live, slot // PAGE - BASE, b, h0, tl.where(slot < 0, -1, slot % PAGE), planes, L, D, ACROSS)
-
-
-@triton.jit(do_not_specialize=["start", "tokens", "heads"])
-def _quantize_kernel(
-    key, k_planes, value, v_planes, slots, start, tokens, heads,
-    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DV: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
-    BASE: tl.constexpr, BY_TABLE: tl.constexpr,
-):  # fmt: skip
-    """Quantizes `tokens` tokens into `slots` of pages. Grid (tiles of ALONG tokens and ACROSS heads, B, 2): keys, values. Strides are in
-    elements, of packed codes and high bits in words of 16 bits.
-
-    key       [B, H, tokens, D] fp16, bf16 or fp32, channels contiguous, with its strides over the first three dimensions
-    k_planes  `plane_arguments` of the first page, strides over entries and heads. Codes [entries, H', PAGE, width], H'
-              being H, or 1 if heads share them or have pages of their own; high bits and scales [entries, H', PAGE,
-              scales of a token] likewise; the mean fp32 [B, H, 1, D]
-    value, v_planes   the same of values, [.., DV]
-    slots     int64 [B, tokens] or [B, H, tokens], `entry * PAGE + offset`, BASE being the entry of the first page, or negative: not
-              stored; with its strides over rows, heads and tokens. BY_TABLE: the table, int64 [B, pages], and its strides; token `t` is the
-              one with number `start + t` of its row
-    K, V      `PackedLayout`; what a layout has not is not read         heads   H
-    """
-    if tl.program_id(2) == 0:
-        _quantize_side(key, k_planes, slots, start, tokens, heads, K, D, ACROSS, ALONG, PAGE, BASE, BY_TABLE)
-    else:
-        _quantize_side(value, v_planes, slots, start, tokens, heads, V, DV, ACROSS, ALONG, PAGE, BASE, BY_TABLE)

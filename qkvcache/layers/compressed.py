@@ -192,7 +192,7 @@ class CompressedLayer(CacheLayerMixin):
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             detached = key_states.detach(), value_states.detach()
             if tokens == 1:
-                storage.append_token(detached)
+                storage.append(detached)
                 held = storage.dense()
             else:
                 attention_inputs = storage.attention_inputs_with(storage.exact_with(detached))
@@ -202,7 +202,7 @@ class CompressedLayer(CacheLayerMixin):
             key, value = (torch.cat([x[:, :, :-tokens], own], dim=2) for x, own in zip(held, new, strict=True))
             return key, value
         if tokens == 1:
-            storage.append_token(new)
+            storage.append(new)
             attention_inputs = storage.attention_inputs()
         else:
             exact = storage.exact_with(new)

@@ -36,7 +36,6 @@ from ..kernels import (
     dense,
     give_handle,
     launch_of_step,
-    store_exact,
 )
 from ..kernels.pages import COLUMNS, CONTROL, DROPPED, LENGTH, RING_ROW, ROOM, SINK_ROW, SINKS, TOKENS
 from ..kernels.segments import block_of
@@ -341,20 +340,18 @@ class Storage(LayerStorage):
 
     # Adding tokens in eager code, after `reserve`.
 
-    def append_token(self, x: Pair) -> None:
-        """Adds one token, `[B, H, 1, D]`: in one launch if there is a kernel."""
-        if self.launch is None:
-            self.append(x)
-            return
-        self.tokens.count(self.overflow(1))  # the launch quantizes it
-        self.launch(x)
-        self.seq_length += 1
-
     def append(self, x: Pair, exact: Pair | None = None) -> None:
-        """Adds keys and values `[B, H, T, D]`. `exact`: `exact_with(x)`, if the caller has it already."""
+        """Adds keys and values `[B, H, T, D]`: in one launch if there is a kernel. `exact`: `exact_with(x)`, if the caller has it."""
+        tokens = x[0].shape[2]
+        leaving, launch = self.overflow(tokens), self.launch if tokens == 1 else launch_of_step(self.inputs, x)
+        if launch is not None:
+            self.tokens.calibrate(x)
+            self.tokens.count(leaving)  # the launch quantizes them
+            launch(x)
+            self.seq_length += tokens
+            return
         exact = self.exact_with(x) if exact is None else exact
-        tokens, leaving, stored = x[0].shape[2], self.overflow(x[0].shape[2]), exact[0].shape[2] - x[0].shape[2]
-        sinks = min(self.seq_length + tokens, self.num_sink_tokens)
+        stored, sinks = exact[0].shape[2] - tokens, min(self.seq_length + tokens, self.num_sink_tokens)
         if (missing := leaving - self.tokens.ahead) > 0:
             count = missing if tokens > 1 else min(self.group, self.tokens.capacity - self.tokens.length)
             key, value = (side.narrow(2, sinks + self.tokens.ahead, count) for side in exact)
@@ -362,10 +359,14 @@ class Storage(LayerStorage):
             if self.bound is not self.tokens.pages:
                 self.bind()
         self.tokens.count(leaving)
-        begin = max(stored, sinks + leaving)  # the first token that is not in the ring yet
-        slot, opening = (self.tokens.length + begin - sinks - leaving) % self.slots, min(stored, sinks)
-        self.seq_length += tokens
-        store_exact(exact, self.residual, self.sinks, self.rows, (opening, sinks), begin, slot, self._counts())
+        begin, opening = max(stored, sinks + leaving), min(stored, sinks)  # the first tokens that are not in the ring, in the sinks yet
+        slot = (self.tokens.length + begin - sinks - leaving) % self.slots
+        for side, first, ring in zip(exact, self.sinks, self.residual, strict=True):
+            first[:, :, opening:sinks] = side[:, :, opening:sinks]
+            end = min(begin + ring.shape[2] - slot, side.shape[2])
+            ring[:, :, slot : slot + end - begin] = side[:, :, begin:end]
+            ring[:, :, : side.shape[2] - end] = side[:, :, end:]
+        self.set_lengths(self.seq_length + tokens, self.tokens.length)
 
     def exact_with(self, x: Pair) -> Pair:
         """The sinks, the residual and `x`, `[B, H, T, D]` each, in one tensor each, which shares no memory with the storage."""

@@ -47,13 +47,13 @@ def steps(patch: pytest.MonkeyPatch, format: str, ids: list[list[int]], **option
     return found
 
 
-WRITES = ["_quantize_kernel", "_store_rows_kernel"]
+WRITES = ["_quantize_kernel"]
 DECODED = ["attend_kernel", "reduce_kernel", "copy_"]
 
 
 def test_prompts_are_read_together(monkeypatch):
-    """However many prompts, and pasts of prompts, there are: one launch that gathers the pasts, one call of attention, and two launches
-    that store the new tokens."""
+    """However many prompts, and pasts of prompts, there are: one launch that gathers the pasts, one call of attention, and one launch that
+    stores the new tokens."""
     begin = prompts(128)[0]
     first = [begin, *prompts(5, 20, 9, seed=1)]
     shared = [begin + more for more in prompts(30, 7, seed=2)]

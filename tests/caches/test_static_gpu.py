@@ -77,7 +77,7 @@ def test_steps_and_attention_equal_torch_operations(format):
 @pytest.mark.parametrize("format", [name for name in FORMATS if name not in BY_BLOCK])
 @pytest.mark.parametrize("tokens", [1, 5, 32])
 def test_the_step_kernel_writes_the_codes_of_torch_operations(format, tokens):
-    from qkvcache.kernels.triton_step import launch_of_step
+    from qkvcache.kernels.triton_store import launch_of_step
 
     codecs = FORMATS[format].key, FORMATS[format].value
     x = new(tokens)

@@ -259,7 +259,7 @@ STORED = [name for name in FORMATS if name not in ("fp8_tensor",)]
 @pytest.mark.parametrize("per_head", [False, True], ids=["rows", "heads"])
 def test_the_kernel_that_quantizes(format, per_head):
     """Codes of the same tokens stored by kernels that are tested against the codec; nothing else is written."""
-    from qkvcache.kernels import triton_quantize
+    from qkvcache.kernels import triton_store
 
     chosen, dim = REGISTRY[format], KINDS.get(format, 64)
     x = tuple(torch.randn(2, 2, 5, dim, device=DEVICE).half() for _ in range(2))
@@ -273,8 +273,8 @@ def test_the_kernel_that_quantizes(format, per_head):
         slots = slots[:, None]
     # The block holds the same tokens without gaps; the codes must agree, since each vector is quantized on its own.
     block, block_statistics = pool(chosen, like, 2, 64)
-    triton_quantize.quantize_into(held(chosen, planes, statistics), x, slots)
-    triton_quantize.quantize_into(
+    triton_store.quantize_into(held(chosen, planes, statistics), x, slots)
+    triton_store.quantize_into(
         held(chosen, block, block_statistics), x, torch.arange(5, device=DEVICE) + torch.tensor([[[0]], [[64]]], device=DEVICE)
     )
     for codes, pooled in zip(block, planes, strict=True):
@@ -395,7 +395,7 @@ def far_apart(inputs: PagedInputs) -> PagedInputs:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="memory of a GPU is allocated whether it is written or not")
 @pytest.mark.parametrize("format", ["int8_token", "turboquant_3bit_nc"])
 def test_pages_of_a_pool_beyond_32_bits(format):
-    from qkvcache.kernels import fused, triton_dequantize, triton_quantize
+    from qkvcache.kernels import fused, triton_dequantize, triton_store
 
     near = build(REGISTRY[format], [70], heads=1, sinks=0, ring=4)
     far = far_apart(near)
@@ -409,7 +409,7 @@ def test_pages_of_a_pool_beyond_32_bits(format):
     new = tuple(torch.randn(1, 1, 1, 64, dtype=torch.float16) for _ in range(2))
     for inputs in (near, far):
         page = int(inputs.pages.table[0, 1])
-        triton_quantize.quantize_into(inputs.pages, new, torch.tensor([[[page * 64 + 20]]]))  # the token of another row, say
+        triton_store.quantize_into(inputs.pages, new, torch.tensor([[[page * 64 + 20]]]))  # the token of another row, say
     used = near.pages.table[0, :2].long()
     for codes, others in zip(near.pages.planes, far.pages.planes, strict=True):
         for name, plane in codes.items():
@@ -467,14 +467,17 @@ def test_storing_in_rings_and_sinks(sinks):
         for t, slot in enumerate(slots.tolist()):
             if slot >= 0:
                 place[slot // place.shape[2], :, slot % place.shape[2]] = side[0, :, t]
-    stores = [reference.store_rows]
+    stores = [reference.quantize_into]
     if DEVICE.type == "cuda" or triton.knobs.runtime.interpret:
-        from qkvcache.kernels import triton_store_exact
+        from qkvcache.kernels import triton_store
 
-        stores.append(triton_store_exact.store_rows)
+        stores.append(triton_store.quantize_into)
     slots = torch.stack([ring_slots, sink_slots], 1)[None]  # columns of a table, as in steps that are replayed
+    chosen = REGISTRY["int8"]
+    pages = held(chosen, *pool(chosen, x, 4, 64))
     for store in stores:
         got = [place.clone() for place in like]
-        store(x, (got[0], got[1]), slots[..., 0], (got[2], got[3]), slots[..., 1])
+        zones = [((got[0], got[1]), slots[..., 0]), ((got[2], got[3]), slots[..., 1])]
+        store(pages, x, ring_slots.flip(0)[None, None], zones if sinks else zones[:1])
         for place, expected in zip(got, wanted, strict=True):
             torch.testing.assert_close(place, expected, rtol=0, atol=0, equal_nan=True)

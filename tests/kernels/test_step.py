@@ -19,7 +19,7 @@ if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
 
 from qkvcache.kernels import fused  # noqa: E402
 from qkvcache.kernels.triton_quantize import supports  # noqa: E402
-from qkvcache.kernels.triton_step import launch_of_step  # noqa: E402
+from qkvcache.kernels.triton_store import launch_of_step  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -102,6 +102,8 @@ GEOMETRY = {  # first zone, ring, limit, sizes of the steps
     "the first zone partly filled": (7, 5, 60, (2, 1, 5, 5, 5, 1)),
     "the ring full and wrapping": (1, 5, 60, (5, 5, 1, 5, 3)),
     "no first zone": (0, 5, 60, (5, 1, 5)),
+    "more than the ring holds": (3, 4, 60, (12, 1, 9, 5)),
+    "many times what the ring holds": (2, 3, 90, (40, 2, 31)),
     "bare": (0, 1, 60, (1, 1, 1)),
     "no ring but one": (2, 1, 60, (1,) * 5),
     "over the limit": (2, 5, 9, (5, 3, 5, 1, 1)),

@@ -15,7 +15,8 @@ if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
 
 from qkvcache.kernels import Pages  # noqa: E402
 from qkvcache.kernels.triton_dequantize import decode  # noqa: E402
-from qkvcache.kernels.triton_quantize import quantize_into, supports  # noqa: E402
+from qkvcache.kernels.triton_quantize import supports  # noqa: E402
+from qkvcache.kernels.triton_store import quantize_into  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about nan, in the interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

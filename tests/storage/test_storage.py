@@ -37,7 +37,7 @@ def step(held: Storage, new: Tensor) -> Tensor:
     """What attention sees of one update."""
     held.reserve(new.shape[2])
     if new.shape[2] == 1:
-        held.append_token((new, -new))
+        held.append((new, -new))
         return held.attention_inputs().key.dense()
     exact = held.exact_with((new, -new))
     attention_inputs = held.attention_inputs_with(exact)

@@ -1,0 +1,197 @@
+"""Storing keys and values of a layer in one launch: quantized into pages, and in the model's dtype into sinks and rings.
+
+A program stores a tile of tokens (times heads) of keys or of values. `quantize_into` is told the slot of each token. `launch_of_step` needs
+no number from the host: the tokens enter a ring, and a program quantizes those that leave it, which were in the ring or are new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import Launcher
+from .pages import PagedInputs, Pages
+from .segments import Pair
+from .triton_dequantize import known, load_vectors, padded, plane_arguments, side_of, store_vectors, table_of, tile, vectors
+from .triton_quantize import store_tile
+
+ROWS = tl.constexpr(128)
+"""Rows whose counts are updated at once."""
+
+
+def contiguous(x: Pair) -> Pair:
+    """Keys and values whose channels are contiguous."""
+    key, value = (side if side.stride(3) == 1 else side.contiguous() for side in x)
+    return key, value
+
+
+def launched(pages: Pages, x: Pair) -> tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int], int]:
+    """The arguments of a launch that stores vectors like `x`, keys and values `[B, H, T, D]`: `plane_arguments` of both; constants; the
+    grid; warps."""
+    codes = (each | once for each, once in zip(pages.planes, pages.statistics, strict=True))
+    layouts = tuple(known(codec, side) for codec, side in zip(pages.codecs, x, strict=True))
+    (batch, heads, tokens, _), dims = x[0].shape, tuple(side.shape[3] for side in x)
+    across, along, warps = tile(layouts, heads, tokens, padded(max(dims)), x[0].element_size())
+    parts = zip(layouts, codes, x, strict=True)
+    planes = tuple(plane_arguments(layout, side, like, table_of(layout, like)) for layout, side, like in parts)
+    constants = {"L": layouts, "D": dims, "ACROSS": across, "ALONG": along, "PAGE": pages.page_size, "BASE": pages.firsts[0]}
+    return planes, constants, (-(-tokens // along) * -(-heads // across), batch, 2), warps
+
+
+def quantize_into(pages: Pages, x: Pair, slots: Tensor | int, zones: Sequence[tuple[Pair, Tensor]] = ()) -> None:
+    """Run `pages.quantize_into` in one launch, for keys and values in fp16, bf16 or fp32. Raises ValueError for a codec
+    that `triton_quantize.supports` does not accept."""
+    if not x[0].numel():
+        return
+    x = contiguous(x)
+    start, places = (slots, pages.table[:, None]) if isinstance(slots, int) else (0, slots)
+    planes, constants, grid, warps = launched(pages, x)
+    held = tuple((at, *at.stride(), zone[0].shape[2], *((side, *side.stride()[:3]) for side in zone)) for zone, at in zones)
+    with torch.cuda.device_of(x[0]):
+        _quantize_kernel[grid](
+            tuple((side, *side.stride()[:3]) for side in x), planes, held or None, places, places.stride(0),
+            places.stride(1) if places.shape[1] > 1 else 0, places.stride(2), start, *x[0].shape[2:0:-1], ZONES=len(held),
+            BY_TABLE=isinstance(slots, int), **constants, num_warps=warps,
+        )  # fmt: skip
+
+
+def launch_of_step(inputs: PagedInputs, x: Pair) -> Callable[[Pair], None]:
+    """`pages.step` for tokens like `x`, `[B, H, T, D]`, with all other arguments prepared."""
+    batch, heads, tokens, _ = x[0].shape
+    pages, rows = inputs.pages, inputs.rows
+    if rows is None:
+        raise ValueError("the inputs have no counts on the device")
+    planes, constants, grid, warps = launched(pages, contiguous(x))
+    stored = tuple(
+        (ring, *ring.stride()[:2], sinks, *sinks.stride()[:2], side)
+        for ring, sinks, side in zip(inputs.ring, inputs.sinks, planes, strict=True)
+    )
+    run = Launcher(
+        _step_kernel, x[0].device, ("new",), stored=stored, control=inputs.control, rows=rows, rows_b=rows.stride(0), table=pages.table,
+        table_b=pages.table.stride(0), sink_slots=inputs.sinks[0].shape[2], ring_slots=inputs.ring[0].shape[2], tokens=tokens, heads=heads,
+        batch=batch, num_warps=warps, **constants,
+    )  # fmt: skip
+
+    def launch(x: Pair) -> None:
+        run(grid, tuple((side, *side.stride()[:3]) for side in contiguous(x)))
+
+    return launch
+
+
+@triton.jit(do_not_specialize=["start", "tokens", "heads"])
+def _quantize_kernel(
+    new, planes, zones, slots, slots_b, slots_h, slots_t, start, tokens, heads,
+    L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr,
+    ZONES: tl.constexpr, BY_TABLE: tl.constexpr,
+):  # fmt: skip
+    """Stores `tokens` tokens. Grid (tiles of ALONG tokens and ACROSS heads, B, 2): keys, values. Strides are in elements, of packed codes
+    and high bits in words of 16 bits.
+
+    new       keys [B, H, tokens, D[0]] fp16, bf16 or fp32, channels contiguous, with strides over the first three dimensions; then values
+    planes    `plane_arguments` of the first page, of keys and of values, strides over entries and heads. Codes [entries, H', PAGE, width],
+              H' being H, or 1 if heads share them or have pages of their own; high bits and scales [entries, H', PAGE, scales of a token]
+              likewise; the mean fp32 [B, H, 1, D]
+    zones     ZONES tuples of slots int64 [B, tokens], `row * R + slot`, negative: not stored, with both strides; R; keys [F, H, R, D] in
+              the model's dtype with strides over the first three dimensions; then values
+    slots     int64 [B, tokens] or [B, H, tokens], `entry * PAGE + offset`, BASE being the entry of the first page, or negative: not
+              stored. BY_TABLE: the table, int64 [B, pages]; token `t` is the one with number `start + t` of its row
+    L         `PackedLayout` of keys and of values; what one has not is not read                 heads   H
+    """
+    b, h0, h, t, live = vectors(tokens, heads, ACROSS, ALONG)
+    if BY_TABLE:
+        slot = (start + t) % PAGE
+        page = tl.load(slots + b * slots_b + (start + t) // PAGE * slots_t, mask=live, other=BASE).to(tl.int64) - BASE
+    else:
+        slot = tl.load(slots + b * slots_b + h * slots_h + t * slots_t, mask=live, other=-1).to(tl.int64)
+        page = slot // PAGE - BASE
+        slot = tl.where(slot < 0, -1, slot % PAGE)
+    for i in tl.static_range(2):
+        if tl.program_id(2) == i:
+            x, xb, xh, xt = new[i]
+            raw = load_vectors(x + (b * xb + h * xh + t * xt), live, D[i])
+            for n in tl.static_range(ZONES):
+                at = tl.load(zones[n][0] + b * zones[n][1] + t * zones[n][2], mask=live, other=-1)
+                zone, zb, zh, zt = zones[n][4 + i]
+                store_vectors(zone + (at // zones[n][3] * zb + h * zh + at % zones[n][3] * zt), raw, at >= 0, D[i])
+            store_tile(raw, live, page, b, h0, slot, planes[i], side_of(L, i), D[i], ACROSS)
+
+
+@triton.jit(do_not_specialize=["rows_b", "table_b", "sink_slots", "ring_slots", "tokens", "heads", "batch"])
+def _step_kernel(
+    new, stored, control, rows, rows_b, table, table_b, sink_slots, ring_slots, tokens, heads, batch,
+    L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of ALONG tokens and ACROSS heads, B, 2): keys, values. Strides are in elements, of packed codes and high bits in words of
+    16 bits.
+
+    new       keys [B, H, tokens, D[0]] model dtype, channels contiguous, with strides over the first three dimensions; then values
+    stored    of keys, then of values: the ring [B, H, ring_slots, D] model dtype, tokens contiguous, with strides over rows and heads; the
+              sinks [B, H, sink_slots, D] likewise; planes of the first page, as of `_quantize_kernel`, as is L
+    control   int32 [3], `pages.CONTROL`
+    rows      int32 [B, 8], `pages.COLUMNS`: rows_b
+    table     int32 or int64 [B, P], entries of pages of PAGE tokens, BASE being the first: table_b
+    heads     H                        batch   B
+
+    A token takes the place of the one that came `ring_slots` tokens before it, which is quantized. The program that reads a slot of the
+    ring also writes it: the last of the new tokens that belong there. The last program to finish updates the counts: by then all have read
+    them.
+    """
+    b, h0, h, t, live = vectors(tokens, heads, ACROSS, ALONG)
+    quantized = tl.load(rows + b * rows_b + 6)
+    seen = tl.load(rows + b * rows_b + 7)
+    live = live & (seen + tokens <= tl.load(control + 2))
+    opening = tl.minimum(tl.maximum(sink_slots - seen, 0), tokens)  # of the new tokens, the sinks
+    in_ring = seen - tl.minimum(seen, sink_slots) - quantized
+    rank = t.to(tl.int32) - opening
+    slot = (quantized + in_ring + tl.maximum(rank, 0)) % ring_slots
+    enters = live & (rank < ring_slots)
+    last = t + tl.where(rank < 0, 0, (tokens - 1 - t.to(tl.int32)) // ring_slots * ring_slots)
+    leaves = live & (rank + in_ring >= ring_slots)
+    token = quantized + in_ring + rank - ring_slots  # of the quantized ones
+    page = tl.load(table + b * table_b + token // PAGE, mask=leaves, other=BASE).to(tl.int64) - BASE
+    for i in tl.static_range(2):
+        if tl.program_id(2) == i:
+            x, xb, xh, xt = new[i]
+            ring, rb, rh, sinks, fb, fh, planes = stored[i]
+            place, x = ring + b * rb + h * rh + slot * D[i], x + (b * xb + h * xh)
+            old = load_vectors(place, leaves & (rank < ring_slots), D[i])
+            y = load_vectors(x + last * xt, enters, D[i])
+            tl.debug_barrier()  # before what others of this program have read is overwritten
+            store_vectors(place, y, enters & (rank >= 0), D[i])
+            store_vectors(sinks + b * fb + h * fh + (seen + t) * D[i], y, enters & (rank < 0), D[i])
+            if tokens > ring_slots:
+                old += load_vectors(x + (t - ring_slots) * xt, leaves & (rank >= ring_slots), D[i])
+            store_tile(old, leaves, page, b, h0, token % PAGE, planes, side_of(L, i), D[i], ACROSS)
+    tl.debug_barrier()
+    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+    if tl.atomic_add(control, 1, sem="acq_rel") == programs - 1:
+        _count(control, rows, rows_b, sink_slots, ring_slots, tokens, batch)
+
+
+@triton.jit
+def _count(control, rows, rows_b, sink_slots, ring_slots, tokens, batch):
+    """Counts the tokens of a step; arguments as of `_step_kernel`."""
+    room = tl.load(control + 2)
+    dropped = 0
+    for begin in range(0, batch, ROWS):
+        b = begin + tl.arange(0, ROWS)
+        row = rows + b * rows_b
+        seen = tl.load(row + 7, mask=b < batch, other=0)
+        quantized = tl.load(row + 6, mask=b < batch, other=0)
+        fits = seen + tokens <= room
+        dropped = tl.maximum(dropped, tl.max(tl.where(fits | (b >= batch), 0, tokens), 0))
+        changes = fits & (b < batch)
+        seen += tokens
+        first = tl.minimum(seen, sink_slots)
+        quantized += tl.maximum(seen - sink_slots - quantized - ring_slots, 0)
+        tl.store(row + 3, first, mask=changes)
+        tl.store(row + 4, quantized % ring_slots, mask=changes)
+        tl.store(row + 5, seen - first - quantized, mask=changes)
+        tl.store(row + 6, quantized, mask=changes)
+        tl.store(row + 7, seen, mask=changes)
+    tl.store(control + 1, tl.load(control + 1) + dropped)
+    tl.store(control, 0)
