@@ -216,7 +216,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--shares", nargs="+", type=fraction, default=[1 / 32, 1 / 16, 1 / 8, 1 / 4])
     found.add_argument("--policies", nargs="*", default=[COARSE, "snapkv", "keydiff", "kvzip"], metavar="POLICY", help="beside reading few")
     found.add_argument("--formats", nargs="*", default=list(OTHERS), choices=[[], *OTHERS], help="beside the one of all shares")
-    found.add_argument("--tasks", nargs="+", default=["multikey", "key_value", "text"], choices=TASKS, metavar="TASK", help=" ".join(TASKS))
+    found.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, metavar="TASK", help=" ".join(TASKS))
     found.add_argument("--contexts", type=at_least(1), default=12, help="of each task")
     found.add_argument("--shard", type=shard_of, default=(0, 1), metavar="I/N", help="the contexts that are read here")
     found.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="adds the rows of these files to --out")

@@ -2,7 +2,6 @@
 
     python eval/bench_branches.py [--check] [--quick]  measure, print a table, write eval/results/branches.jsonl
     python eval/bench_branches.py --samples        samples of one prompt in continuous batching, in rows of the same file
-    python eval/bench_branches.py --tune           launches over the shared tokens; writes nothing
     python eval/bench_branches.py --markdown       the table of the documentation, from the rows: needs no GPU
 
 A decode step of one layer of the 8B shape (32/8 heads, head_dim 128), GPU time by replays of a CUDA graph over two payloads in turn.
@@ -17,7 +16,6 @@ weights: where attention reads their common pages once for several samples, and 
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -43,7 +41,6 @@ CHECKED = ((8, 1, 1), (3, 2, 3), (16, 1, 1))  # rows that share, groups of these
 OWN, ZONES = 512, (4, 96)
 SAMPLES, PROMPT, NEW, PAGE = (8, 16), 32_000, 96, 256
 QUERY_HEADS, HEADS, DIM = 32, 8, 128
-TUNED = (*(fused.Launch(64, 3, None, programs, 2, rows) for rows in (16, 32) for programs in (2, 4, 8)), *fused.TILES)
 
 
 def branched(name: str, branches: int, shared: int, own: int = OWN, rows: int = 1) -> list:
@@ -87,25 +84,6 @@ def worst(name: str) -> float:
     return max(errors)
 
 
-def tune(names: list[str]) -> None:
-    chosen = fused._in_tiles
-    for name, branches, shared in itertools.product(names, BRANCHES, SHARED[1:]):
-        sets, query = branched(name, branches, shared), bf16(branches, QUERY_HEADS, 1, DIM)
-        times = []
-        for launch in TUNED:
-            if launch.rows > 2 * branches * QUERY_HEADS // HEADS:
-                continue
-            fused._in_tiles = lambda *_, launch=launch: launch
-            try:
-                times.append((attend_us(query, sets), launch))
-            except Exception as failure:
-                print(f"{name} {launch}: {str(failure)[:100]}", file=sys.stderr)
-        fused._in_tiles = chosen
-        present = attend_us(query, alone(sets))
-        found = [f"{us:.0f} {(x.rows, x.programs, x.many)}" for us, x in sorted(times, key=lambda found: found[0])]
-        print(f"{name} {branches}x{shared}: each row alone {present:.0f} us; {', '.join(found)}", flush=True)
-
-
 def samples(args: Namespace) -> None:
     model, least, device = random_llama(num_hidden_layers=args.layers), shares.LEAST_SPARED, torch.cuda.get_device_name()
     for name, count in itertools.product(args.formats, SAMPLES):
@@ -147,9 +125,6 @@ def run(args: Namespace) -> None:
     least, fused.LEAST_SPARED = fused.LEAST_SPARED, 1
     for name in args.formats if args.check else ():
         print(f"{name}: largest error {worst(name):.1e}", flush=True)
-    if args.tune:
-        tune(args.formats)
-        raise SystemExit
     fused.LEAST_SPARED = least
     device = torch.cuda.get_device_name()
     for name, shared, branches in itertools.product(args.formats, SHARED[-1:] if args.quick else SHARED, BRANCHES):
@@ -206,7 +181,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="32,768 shared tokens alone")
     parser.add_argument("--samples", action="store_true", help="samples of one prompt in continuous batching")
     parser.add_argument("--layers", type=at_least(1), default=32, help="of the model, with --samples")
-    parser.add_argument("--tune", action="store_true", help="launches over the shared tokens; writes nothing")
     run_or_show(parser, parser.parse_args(arguments), run, "branches", tables)
 
 

@@ -2,8 +2,7 @@
 
     python eval/bench_latents.py                 measures on a GPU, prints the tables, writes the rows: under 3 minutes
     python eval/bench_latents.py --check         compares the kernel with its torch reference, and measures nothing
-    python eval/bench_latents.py --tune          the kernel's launches, one row each, without a table
-    python eval/bench_latents.py --sections step indexed rope        those that a CPU measures
+    python eval/bench_latents.py --sections step indexed    those that a CPU measures
     python eval/bench_latents.py --tiny          tiny shapes on any device, to try the script
     python eval/bench_latents.py --markdown      the tables of the documentation, from the rows: needs no GPU
 
@@ -15,7 +14,6 @@ chosen   the same step where an indexer has chosen 2,048 of the tokens (DeepSeek
 step     a model of two layers of 16 heads on a CPU in fp32 after 4,096 tokens: a step by the clock, the best of six.
 indexed  a model of one layer of 16 heads on a CPU in fp32 after 16,384 tokens, of which an indexer chooses 512 (DeepSeek-V3.2): a step, as
          above. "masked": attention reads all tokens under the indexer's mask.
-rope     the error of attention on random latents, by the codec of latents and by that of the rotated part of keys.
 """
 
 from __future__ import annotations
@@ -35,18 +33,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-from qkvcache import CompressedCache, formats
-from qkvcache.formats.int8 import SymmetricInt8
+from qkvcache import CompressedCache
 from qkvcache.kernels import attend_latents, on_triton
 from qkvcache.kernels.attend_latents import attend_latents as reference
 
-SECTIONS = ("decode", "chosen", "step", "indexed", "rope")
+SECTIONS = ("decode", "chosen", "step", "indexed")
 STOCK = "transformers"
 FORMATS = ("int8", "turboquant_4bit_nc", "int4", "nvfp4")
-LAUNCHES = ((64, 64, 32, 8), (64, 32, 32, 8), (64, 64, 16, 8), (64, 64, 32, 4), (16, 64, 32, 4), (16, 32, 16, 4), (32, 64, 32, 4))
-"""Rows, tokens of a tile, exact tokens of a tile, warps."""
 BACKENDS = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-ROPES = {"exact": None, "int8": SymmetricInt8(), "fp8": formats.FP8().value, "4 bits": formats.Int4("vllm").value}
 TOLERANCE = 1e-2
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter has no products of bfloat16
 
@@ -95,12 +89,10 @@ class Bench:
         ranks = torch.rand(self.rows, 1, 1, self.tokens, device=device(), generator=torch.Generator(device()).manual_seed(0))
         return ranks >= ranks.topk(chosen).values[..., -1:]
 
-    def ours(self, format: str, launch: tuple[int, ...] | None = None, chosen: int | None = None, masked: bool = False) -> dict:
+    def ours(self, format: str, chosen: int | None = None, masked: bool = False) -> dict:
         cache = self.filled(format)
         keys, values = self.module.expand_kv(*cache.update(*(x[:, :, -1:] for x in latents(self.config, self.rows, self.tokens)), 0))
         nbytes = sum(x.numel() * x.itemsize for _, x in cache.layers[0].tensors())
-        if launch is not None:
-            return {"us": tuned(self, keys, launch)}
         keys.expansion.chosen, mask = None if masked else chosen, self.mask(chosen)
         found = {"us": time_us(lambda: keys.attend(self.query, mask, scaling=self.scaling))}
         return found | {"bytes_per_token": nbytes / self.rows / self.tokens}
@@ -128,13 +120,6 @@ class Bench:
 
 def time_us(call: Callable[[], object]) -> float:
     return queued_us(call) if torch.cuda.is_available() else 1e3 * min(milliseconds(call) for _ in range(3))
-
-
-def tuned(bench: Bench, keys, launch: tuple[int, ...]) -> float:
-    from qkvcache.kernels import triton_attend_latents as kernels
-
-    with mock.patch.object(kernels, "launched", lambda arch, rows: kernels.Launch(*launch)):
-        return time_us(lambda: keys.attend(bench.query, scaling=bench.scaling))
 
 
 def check(tiny: bool) -> None:
@@ -199,46 +184,12 @@ def indexed_step(tiny: bool, cache_name: str, tokens: int) -> dict:
     return {"ms": ms, "bytes_per_token": nbytes / tokens}
 
 
-def rope_error(tiny: bool, format: str, rope: str) -> dict:
-    """The relative error of outputs, the mean of six draws; rotated keys are as large as latents."""
-    config, tokens, errors = config_of(tiny, heads=16), 4096, []
-    rank, width, nope, value = config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim
-    for seed in range(6):
-        torch.manual_seed(seed)
-        c, r = torch.randn(1, 1, tokens, rank), torch.randn(1, 1, tokens, width)
-        up, down = (torch.randn(16, dim, rank) * rank**-0.5 for dim in (nope, value))
-        query = torch.randn(16, nope + width).split([nope, width], dim=-1)
-        absorbed = torch.einsum("hn,hnr->hr", query[0], up)
-
-        def attend(c: Tensor, r: Tensor, absorbed=absorbed, query=query, down=down) -> Tensor:
-            scores = (absorbed @ c[0, 0].mT + query[1] @ r[0, 0].mT) * 3 * (nope + width) ** -0.5
-            return torch.einsum("hr,hvr->hv", scores.softmax(-1) @ c[0, 0], down)
-
-        expected = attend(c, r)
-        got = attend(decoded(formats.resolve(format).key, c), decoded(ROPES[rope], r))
-        errors.append(float((got - expected).norm() / expected.norm()))
-    return {"error": sum(errors) / len(errors)}
-
-
-def decoded(codec, x: Tensor) -> Tensor:
-    if codec is None:
-        return x
-    statistics = codec.calibrate(x)
-    return codec.dequantize(codec.quantize(x, statistics) | statistics, x.shape[3])
-
-
 def cases(args: Namespace) -> Iterator[tuple[dict, Callable[[], dict]]]:
     """A row's name, and the function that measures it."""
     rows, tokens = (2, 300) if args.tiny else (8, 32768)
     if "decode" in args.sections:
         bench = Bench(args.tiny, rows, tokens)
         size = {"what": "decode", "rows": rows, "tokens": tokens}
-        if args.tune:
-            for format in FORMATS[:2]:
-                for launch in LAUNCHES:
-                    case = size | {"what": "launches", "cache": format, "launch": list(launch)}
-                    yield case, lambda format=format, launch=launch: bench.ours(format, launch)
-            return
         yield size | {"cache": STOCK}, bench.stock
         for format in FORMATS:
             yield size | {"cache": format}, lambda format=format: bench.ours(format)
@@ -249,7 +200,7 @@ def cases(args: Namespace) -> Iterator[tuple[dict, Callable[[], dict]]]:
         for format in FORMATS[:2]:
             for masked in (True, False):
                 case = size | {"cache": format + ", masked" * masked}
-                yield case, lambda format=format, masked=masked: bench.ours(format, None, chosen, masked)
+                yield case, lambda format=format, masked=masked: bench.ours(format, chosen, masked)
     if "step" in args.sections:
         tokens = 300 if args.tiny else 4096
         for name in (STOCK, "identity", *FORMATS):
@@ -258,11 +209,6 @@ def cases(args: Namespace) -> Iterator[tuple[dict, Callable[[], dict]]]:
         tokens = 512 if args.tiny else 16384
         for name in (STOCK, *(f"{format}{masked}" for format in FORMATS[:2] for masked in (", masked", ""))):
             yield {"what": "indexed", "cache": name, "rows": 1, "tokens": tokens}, lambda name=name: indexed_step(args.tiny, name, tokens)
-    if "rope" in args.sections:
-        for format in FORMATS[:2]:
-            for rope in ROPES:
-                case = {"what": "rope", "cache": format, "rope": rope}
-                yield case, lambda format=format, rope=rope: rope_error(args.tiny, format, rope)
 
 
 @torch.no_grad()
@@ -270,10 +216,10 @@ def measure(args: Namespace) -> None:
     """Rows of the sections. What fails has a row that says so."""
     for case, call in in_time(cases(args), args.minutes):
         let_go()
-        on = device() if case["what"] in ("decode", "chosen", "launches") else "cpu"
+        on = device() if case["what"] in ("decode", "chosen") else "cpu"
         row = case | outcome(call) | {"tiny": args.tiny, "device": device_name(on)}
         print(row, file=sys.stderr, flush=True)
-        replace_rows(args.out, row["what"], [row], "cache", "rows", "tokens", "rope", "launch", "tiny", "device")
+        replace_rows(args.out, row["what"], [row], "cache", "rows", "tokens", "tiny", "device")
 
 
 def tables(rows: list[dict]) -> Iterator[Table]:
@@ -296,20 +242,12 @@ def tables(rows: list[dict]) -> Iterator[Table]:
                 kind = "an indexer's layer, " * (what in ("chosen", "indexed"))
                 title = f"{place[0]}, {kind}{found[0]['rows']} x {found[0]['tokens']:,} tokens:"
                 yield Table(["cache", unit, "times as fast", "bytes a token and layer"], lines, title, rule=("---", "---:"))
-    if found := [row for row in rows if row["what"] == "rope"]:
-        ropes = list(dict.fromkeys(row["rope"] for row in found))
-        lines = [
-            [f"`{format}`", *(f"{row['error']:.3f}" for rope in ropes for row in found if (row["cache"], row["rope"]) == (format, rope))]
-            for format in dict.fromkeys(row["cache"] for row in found)
-        ]
-        yield Table(["latents", *(f"rotated part: {rope}" for rope in ropes)], lines, rule=("---", "---:"))
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__, "latents", minutes=3)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--tune", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args(arguments)
     if args.check:

