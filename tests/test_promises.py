@@ -1,7 +1,6 @@
 """The checks of promises: they pass what is right, and say what is wrong with the rest."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
@@ -123,8 +122,6 @@ def test_heads_that_share_a_budget_pass():
 
 @dataclass(frozen=True, kw_only=True)
 class OfTheRows(Policy):
-    has_scores: ClassVar[bool] = True
-
     def score(self, tokens):
         keys = tokens.keys.float()
         return -(keys - keys.mean(0)).norm(dim=-1)

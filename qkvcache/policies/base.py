@@ -8,7 +8,7 @@ tokens of a row that are not padding, so that padding changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -20,8 +20,6 @@ from .ranking import at_rank
 
 ALL = 2**31
 """An `observation_window` of all queries."""
-BLOCK = 2**25
-"""Elements of queries, or of products with queries, in memory at a time."""
 KEPT = 1e30
 """Priority of a token that is kept for its value; sinks and recent tokens go before even it."""
 
@@ -61,19 +59,6 @@ class Arrivals:
     scaling: float | None = None
     rope: Rotation | None = None
     single: bool = False
-
-    def unrotated_queries(self, first: int = 0) -> Iterator[tuple[slice, Tensor]]:
-        """Yields the queries before RoPE from token `first` on, in blocks of bounded memory, `[B, Hq, t, D]` in their
-        dtype, with the tokens of each block."""
-        queries = given(self.queries, "queries")
-        block = max(BLOCK // (queries.shape[0] * queries.shape[1] * queries.shape[3]), 1)
-        for begin in range(first, queries.shape[2], block):
-            part = slice(begin, begin + block)
-            yield part, self._unrotated(queries[:, :, part], part)
-
-    def _unrotated(self, x: Tensor, part: slice) -> Tensor:
-        positions = given(self.positions, "positions")[:, part].clamp_min(0)
-        return given(self.rope, "the model's rotary embedding").rotate(x, -positions)
 
 
 @dataclass(frozen=True)
@@ -128,8 +113,6 @@ class Policy:
 
     observation_window: ClassVar[int] = 0
     """The number of a step's last queries whose attention weights the policy needs."""
-    has_scores: ClassVar[bool] = False
-    """Whether tokens have a score."""
     needs_queries: ClassVar[bool] = False
     """Whether the policy needs `Arrivals.queries`."""
     needs_rope: ClassVar[bool] = False
@@ -219,6 +202,11 @@ class Policy:
     def needs_value_norms(self) -> bool:
         """Whether the policy reads the norms of values."""
         return self.needs_norms or self.value_norm or self.protect_values > 0
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether tokens have a score."""
+        return self.observation_window > 0 or self.scores_arrivals
 
     @property
     def scores_arrivals(self) -> bool:

@@ -21,7 +21,6 @@ class Custom(Policy):
 
     function: Callable[[Tokens], Tensor]
     observation_window: ClassVar[int] = ALL
-    has_scores: ClassVar[bool] = True
     needs_norms: ClassVar[bool] = True
     scores_are_weights: ClassVar[bool] = True
 

@@ -13,6 +13,9 @@ from ..kernels import matmul_fp32, quadratic_form
 from .base import Arrivals, Policy, Rotation, given
 from .budget import check_count
 
+BLOCK = 2**25
+"""Elements of queries that are rotated back at a time: those of a whole prompt would take as much memory as the queries."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(Policy):
@@ -39,7 +42,6 @@ class ExpectedAttention(Policy):
     epsilon: float = 0.0
     recent: int | float = 64
 
-    has_scores: ClassVar[bool] = True
     scores_are_weights: ClassVar[bool] = True
     needs_queries: ClassVar[bool] = True
     needs_rope: ClassVar[bool] = True
@@ -98,10 +100,14 @@ class ExpectedAttention(Policy):
 def moments(tokens: Arrivals, num_sink_tokens: int) -> tuple[Tensor, Tensor]:
     """Mean `[B, Hq, D]` and covariance `[B, Hq, D, D]`, fp32, of the queries before RoPE that are neither padding nor of sinks."""
     queries, positions = given(tokens.queries, "queries"), given(tokens.positions, "positions")
+    rope = given(tokens.rope, "the model's rotary embedding")
     batch, heads, count, dim = queries.shape
     total, squares = (torch.zeros(batch, heads, n, dim, device=queries.device) for n in (1, dim))
     first = 0 if tokens.begin is None else min(max(num_sink_tokens - tokens.begin, 0), count)
-    for part, x in tokens.unrotated_queries(first):
+    block = max(BLOCK // (batch * heads * dim), 1)
+    for begin in range(first, count, block):
+        part = slice(begin, begin + block)
+        x = rope.rotate(queries[:, :, part], -positions[:, part].clamp_min(0))
         if tokens.begin is None:
             x.masked_fill_((positions[:, part] < num_sink_tokens)[:, None, :, None], 0)
         total += x.sum(2, keepdim=True, dtype=torch.float32)

@@ -28,7 +28,6 @@ class H2O(Policy):
     decay: float = 1.0
 
     observation_window: ClassVar[int] = ALL
-    has_scores: ClassVar[bool] = True
     scores_are_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

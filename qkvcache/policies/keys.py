@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,8 +18,6 @@ class Knorm(Policy):
     """Evicts keys of large norm, which tend to receive little attention (arXiv 2406.11430). Not for models that normalize their keys (Qwen
     3, Gemma 3): there all norms are equal, and rounding decides."""
 
-    has_scores: ClassVar[bool] = True
-
     def score(self, tokens: Arrivals) -> Tensor:
         return -torch.linalg.vector_norm(tokens.keys, dim=-1, dtype=torch.float32)
 
@@ -32,8 +29,6 @@ class KeyDiff(Policy):
     A token is scored once, in its own step, against the mean over all tokens seen by then; the paper scores all tokens again against the
     mean of the retained ones. Here no key is dequantized, and every format retains the same tokens.
     """
-
-    has_scores: ClassVar[bool] = True
 
     def arrive(self, statistics: dict[str, Tensor], tokens: Arrivals) -> tuple[dict[str, Tensor], Tensor]:
         keys = tokens.keys.float()

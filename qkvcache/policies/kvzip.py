@@ -51,7 +51,6 @@ class KVzip(Policy):
     alpha_safeguard: float | None = 0.2
     layerwise: bool = False
 
-    has_scores: ClassVar[bool] = True
     scores_are_weights: ClassVar[bool] = True
     second_reading: ClassVar[bool] = True
 

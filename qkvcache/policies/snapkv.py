@@ -25,7 +25,6 @@ class SnapKV(Policy):
     window_size: int = 32
     kernel_size: int = 7
 
-    has_scores: ClassVar[bool] = True
     scores_are_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

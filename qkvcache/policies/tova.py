@@ -17,7 +17,6 @@ class TOVA(Policy):
     layer, and protects neither first nor recent tokens (`num_sink_tokens=0, recent=0`)."""
 
     observation_window: ClassVar[int] = 1
-    has_scores: ClassVar[bool] = True
     scores_are_weights: ClassVar[bool] = True
 
     def observe(self, score: Tensor, attention_sums: Tensor, queries: Tensor | int) -> Tensor:

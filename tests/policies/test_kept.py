@@ -13,7 +13,7 @@ from qkvcache.policies import (
     Random,
     SinkWindow,
     SnapKV,
-    base,
+    expected_attention,
 )
 from tests.codes import codes_of
 from tests.matrix import COVER, CUT_FREE, POLICIES, covering, slowly
@@ -157,6 +157,6 @@ def test_a_slot_decodes_to_the_token_whose_position_it_records(format):
 @pytest.mark.parametrize("text", ["even", "padded"])
 def test_blocks_of_any_size(text, monkeypatch):
     """What bounds the memory of scoring a prompt changes no score."""
-    for module in (base, matmul):
+    for module in (expected_attention, matmul):
         monkeypatch.setattr(module, "BLOCK", 1)
     check(POLICIES["expected_attention"](12), TEXTS[text])
