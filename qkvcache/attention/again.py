@@ -11,7 +11,6 @@ continuation, since attention does not see token ids.
 from __future__ import annotations
 
 import warnings
-import weakref
 from typing import Any
 
 import torch
@@ -20,32 +19,30 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from .compressed_kv import CompressedKV
-
-_last: Any = lambda: None  # noqa: E731
-"""A weak reference to the positions read last: all layers of a step get the same tensor."""
+from .masks import once
 
 
 def notice_again(implementation: str, query: Tensor, key: CompressedKV, mask: Any, options: dict[str, Any]) -> None:
     """Warns if a row of the step, of several tokens, begins at a position that the cache has seen; raises ValueError if that is position
     0."""
-    global _last
     positions = options.get("position_ids")
     if torch.compiler.is_compiling() or not isinstance(positions, Tensor):
         return
     if positions.shape[1:] != query.shape[2:3]:
         return  # positions of images and text have three dimensions, and need not increase
-    if _last() is positions:
-        return
-    _last = weakref.ref(positions)
-    positions, tokens = positions.to(query.device), key.side.shape[2]
-    first, before, shown = positions[:, 0], tokens - query.shape[2], _shown(implementation, query, mask)
+    once("positions", positions, (), lambda: _compare(positions.to(query.device), _shown(implementation, query, mask), query.shape[2], key))
+
+
+def _compare(positions: Tensor, shown: Tensor | None, queries: int, key: CompressedKV) -> None:
+    """`positions` `[B, Q]` of the step with the tokens seen; `shown`: as of `_shown`."""
+    tokens, first = key.side.shape[2], positions[:, 0]
     if key.observer is not None:
         seen = key.observer.tokens_before()
     elif shown is None:
-        seen = torch.full_like(first, before)
+        seen = torch.full_like(first, tokens - queries)
     else:
         shown = F.pad(shown, (0, tokens - shown.shape[1]))  # a preallocated cache has masks of `max_length` columns
-        seen = shown[:, :before].sum(-1)
+        seen = shown[:, : tokens - queries].sum(-1)
     again = first < seen
     if shown is not None:
         again &= shown.all(-1) | (~shown[:, -1] & (positions[:, -1] > positions[:, -2]))
@@ -53,12 +50,12 @@ def notice_again(implementation: str, query: Tensor, key: CompressedKV, mask: An
         return
     begin = int(first.expand_as(again)[again].min())
     message = (
-        f"the step's {query.shape[2]} tokens begin at position {begin}, and the cache has seen {int(seen.max())} tokens: for another "
+        f"the step's {queries} tokens begin at position {begin}, and the cache has seen {int(seen.max())} tokens: for another "
         "prompt call cache.reset(), or pass a new cache; to go on, pass the whole text, longer than the cache"
     )
     if not begin:
         raise ValueError(f"{message}; with use_cache=False, which reads all tokens at every step, pass none")
-    warnings.warn(message, stacklevel=3)
+    warnings.warn(message, stacklevel=6)
 
 
 def _shown(implementation: str, query: Tensor, mask: Any) -> Tensor | None:

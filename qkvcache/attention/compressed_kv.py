@@ -9,8 +9,9 @@ the codes. Every other operation dequantizes the layer, which is correct but slo
 from __future__ import annotations
 
 import functools
+import math
 import warnings
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -25,16 +26,29 @@ NO_COLUMNS = (
     "attention code of this model reads all keys and values of a cache with max_length or compile=True. It needs to know how many columns "
     "the mask has: pass the model's config to the cache, and use an implementation whose masks are by column, such as sdpa, not flash"
 )
-_TRANSPOSED = {"plain": "transposed", "flat": "flat transposed"}
-_TRANSPOSED |= {x: y for y, x in _TRANSPOSED.items()}
-_MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm)
+
+
+class Form(NamedTuple):
+    """A view of keys or values `[B, H, T, D]` that stays lazy.
+
+    repeats: how often each head occurs (`repeat_kv`); `tiled`: all heads occur one after another, instead of each in place.
+    leading: the sizes before the last two, whose product is `B * H * repeats`; None: `[B, H * repeats]`.
+    transposed: whether the last two sizes are `[D, T]`.
+    dtype: fp32 after a cast, which changes no matmul of attention; None: the model's.
+    """
+
+    repeats: int = 1
+    tiled: bool = False
+    leading: tuple[int, ...] | None = None
+    transposed: bool = False
+    dtype: torch.dtype | None = None
+
+
+AS_RETURNED = Form()
 
 
 class CompressedKV:
-    """The keys or values of one layer for one step: `[B, H, T, D]`, or `[B, H * repeats, T, D]` after `repeat_kv`.
-
-    `form`: "plain"; "grouped" within `repeat_kv`; "tiled" where all heads are repeated one after another; "flat", `[B * Hq, T, D]`; plain
-    and flat ones also "transposed".
+    """The keys or values of one layer for one step: `[B, H, T, D]`, or a view of them (`Form`).
 
     It refers to the attention inputs: it stays valid until the next `update` of its layer, also if the layer is
     offloaded or cropped, and in layers that share its keys. `observer`: the layer, if it evicts (`observer.py`).
@@ -42,25 +56,21 @@ class CompressedKV:
     are zeros. None: not known, so that dense tensors are refused.
     """
 
-    __slots__ = ("attention_inputs", "side", "columns", "repeats", "form", "observer", "cast")
+    __slots__ = ("attention_inputs", "side", "columns", "observer", "form")
 
     def __init__(
-        self,
-        attention_inputs: AttentionInputs,
-        side: KeysOrValues,
-        columns: int | None,
-        repeats: int = 1,
-        form: str = "plain",
-        observer: Any = None,
+        self, attention_inputs: AttentionInputs, side: KeysOrValues, columns: int | None, observer: Any = None, form: Form = AS_RETURNED
     ):
-        self.attention_inputs, self.side, self.columns = attention_inputs, side, columns
-        self.repeats, self.form, self.observer = repeats, form, observer
-        self.cast: torch.dtype | None = None
+        self.attention_inputs, self.side, self.columns, self.observer, self.form = attention_inputs, side, columns, observer, form
 
-    def __repr__(self) -> str:
-        return f"CompressedKV(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+    def like(self, columns: int | None, form: Form) -> CompressedKV:
+        """The same tokens in another form."""
+        return CompressedKV(self.attention_inputs, self.side, columns, self.observer, form)
 
-    # Shape attributes.
+    def seen(self) -> CompressedKV:
+        """Returns the same keys or values without columns after the tokens."""
+        tokens = self.side.shape[2]
+        return self if self.columns == tokens else self.like(tokens, self.form)
 
     @property
     def is_keys(self) -> bool:
@@ -71,18 +81,18 @@ class CompressedKV:
         """`[B, H, T, D]` of the tokens, before `repeat_kv`."""
         return self.side.shape
 
+    # Shape attributes.
+
     @property
     def shape(self) -> torch.Size:
         b, h, t, d = self.sizes
-        t = self.columns or t
-        if self.form == "grouped":
-            return torch.Size((b, h, self.repeats, t, d))
-        heads = (b * h * self.repeats,) if self.form.startswith("flat") else (b, h * self.repeats)
-        return torch.Size((*heads, d, t) if self.form.endswith("transposed") else (*heads, t, d))
+        t, form = self.columns or t, self.form
+        leading = (b, h * form.repeats) if form.leading is None else form.leading
+        return torch.Size((*leading, d, t) if form.transposed else (*leading, t, d))
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.side.dtype if self.cast is None else self.cast
+        return self.form.dtype or self.side.dtype
 
     @property
     def device(self) -> torch.device:
@@ -98,47 +108,33 @@ class CompressedKV:
     def size(self, dim: int | None = None) -> torch.Size | int:
         return self.shape if dim is None else self.shape[dim]
 
-    def __len__(self) -> int:
-        return self.shape[0]
-
     # Views that stay lazy.
 
-    def like(self, columns: int | None, repeats: int, form: str) -> CompressedKV:
-        """The same tokens in another form."""
-        return CompressedKV(self.attention_inputs, self.side, columns, repeats, form, self.observer)
-
-    def _as(self, repeats: int, form: str) -> CompressedKV:
-        twin = self.like(self.columns, repeats, form)
-        twin.cast = self.cast
-        return twin
-
-    def seen(self) -> CompressedKV:
-        """Returns the same keys or values without columns after the tokens."""
-        tokens = self.side.shape[2]
-        if self.columns == tokens:
-            return self
-        return self.like(tokens, self.repeats, self.form)
+    def _as(self, **changes: Any) -> CompressedKV:
+        return self.like(self.columns, self.form._replace(**changes))
 
     def __getitem__(self, index: Any) -> CompressedKV | Tensor:
-        everything = slice(None)
-        repeat_kv = (everything, everything, None, everything, everything), (everything, everything, None)
-        if self.form == "plain" and self.repeats == 1 and index in repeat_kv:
-            return self._as(1, "grouped")
+        everything, form = slice(None), self.form
+        before_tokens = (everything, everything, None), (everything, everything, None, everything, everything)
+        if index in before_tokens and form.leading is None and form.repeats == 1 and not form.transposed:
+            return self._as(leading=(*self.shape[:2], 1))
         return _dense_with_warning(self, "indexing")[index]
 
     def expand(self, *sizes: int) -> CompressedKV | Tensor:
         target, given = _sizes(sizes), self.shape
-        if self.form == "grouped" and len(target) == 5 and (*target[:2], *target[3:]) == (*given[:2], *given[3:]):
-            return self._as(target[2], "grouped")
+        if len(given) == 5 and given[2] == 1 and (*target[:2], *target[3:]) == (*given[:2], *given[3:]):
+            return self._as(repeats=target[2], leading=target[:3])
         return _dense_with_warning(self, "expand").expand(*sizes)
 
     def reshape(self, *sizes: int) -> CompressedKV | Tensor:
-        b, h, *_ = self.sizes
+        """Splits or joins the sizes before the last two."""
         target, given = _sizes(sizes), self.shape
-        if self.form == "grouped" and target == (b, h * self.repeats, *given[3:]):
-            return self._as(self.repeats, "plain")
-        if self.form == "plain" and target in ((b * given[1], -1, given[3]), (b * given[1], *given[2:])):
-            return self._as(self.repeats, "flat")
+        if -1 in target:
+            left = math.prod(given) // -math.prod(target)
+            target = tuple(left if size == -1 else size for size in target)
+        if not self.form.transposed and target[-2:] == given[-2:] and math.prod(target) == math.prod(given):
+            b, h, *_ = self.sizes
+            return self._as(leading=None if target[:-2] == (b, h * self.form.repeats) else target[:-2])
         return _dense_with_warning(self, "reshape").reshape(*sizes)
 
     view = reshape
@@ -146,14 +142,13 @@ class CompressedKV:
     def repeat(self, *sizes: int) -> CompressedKV | Tensor:
         """Repeats all heads (JetMoE), which `route` takes for `repeat_kv` with the query heads in another order."""
         target = _sizes(sizes)
-        if (self.form, self.repeats) == ("plain", 1) and len(target) == 4 and (target[0], *target[2:]) == (1, 1, 1):
-            return self._as(target[1], "tiled")
+        if self.form == AS_RETURNED and len(target) == 4 and (target[0], *target[2:]) == (1, 1, 1):
+            return self._as(repeats=target[1], tiled=True)
         return _dense_with_warning(self, "repeat").repeat(*sizes)
 
     def transpose(self, first: int, second: int) -> CompressedKV | Tensor:
-        last = {self.ndim - 2, self.ndim - 1}
-        if {first % self.ndim, second % self.ndim} == last and self.form in _TRANSPOSED:
-            return self._as(self.repeats, _TRANSPOSED[self.form])
+        if {first % self.ndim, second % self.ndim} == {self.ndim - 2, self.ndim - 1}:
+            return self._as(transposed=not self.form.transposed)
         return _dense_with_warning(self, "transpose").transpose(first, second)
 
     @property
@@ -161,10 +156,7 @@ class CompressedKV:
         return self.transpose(-2, -1)
 
     def float(self) -> CompressedKV:
-        """The matmuls of attention are in fp32 anyway."""
-        twin = self._as(self.repeats, self.form)
-        twin.cast = torch.float32
-        return twin
+        return self._as(dtype=torch.float32)
 
     def contiguous(self, *args: Any, **kwargs: Any) -> CompressedKV:
         return self
@@ -182,14 +174,14 @@ class CompressedKV:
         """The dequantized tensor, in the model's dtype. Raises NotImplementedError if `columns` is not known."""
         if self.columns is None:
             raise NotImplementedError(NO_COLUMNS)
-        x = self.whole().to(self.dtype)
-        if self.form == "grouped":
-            return x.unsqueeze(2).expand(self.shape)
-        if self.form == "tiled":
-            return x.repeat(1, self.repeats, 1, 1)
-        x = x.repeat_interleave(self.repeats, dim=1) if self.repeats > 1 else x
-        x = x.flatten(0, 1) if self.form.startswith("flat") else x
-        return x.mT if self.form.endswith("transposed") else x
+        x, form = self.whole().to(self.dtype), self.form
+        if form.tiled:
+            x = x.repeat(1, form.repeats, 1, 1)
+        elif form.repeats > 1:
+            x = x.repeat_interleave(form.repeats, dim=1)
+        if form.leading is not None:
+            x = x.reshape(*form.leading, *x.shape[2:])
+        return x.mT if form.transposed else x
 
     def whole(self) -> Tensor:
         """The dequantized tensor `[B, H, columns, D]`."""
@@ -202,6 +194,24 @@ class CompressedKV:
             x = dense(self.side)
         empty: int = self.columns - x.shape[2]  # type: ignore[operator]
         return F.pad(x, (0, 0, 0, empty)) if empty > 0 else x
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _refuse_in_place(name)
+        return getattr(_dense_with_warning(self, name), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        for functions, on_codes in _ON_CODES:
+            if func in functions and (out := on_codes(*args, **kwargs)) is not None:
+                return out
+        name = getattr(func, "__name__", "?")
+        if not torch.compiler.is_compiling():  # which does not trace names
+            _refuse_in_place(name)
+        args, kwargs = tree_map(lambda x: _dense_with_warning(x, name) if isinstance(x, cls) else x, (args, kwargs))
+        return func(*args, **kwargs)
 
     # Attention, and its two products.
 
@@ -219,31 +229,6 @@ class CompressedKV:
         b, h, t, _ = self.sizes
         return pv(weights.float().reshape(b, h, -1, t), self.side).view(*weights.shape[:3], -1)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        _refuse_in_place(name)
-        return getattr(_dense_with_warning(self, name), name)
-
-    def __rmatmul__(self, other: Tensor) -> Tensor:
-        return torch.matmul(other, self)  # type: ignore[arg-type]
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        two = func in _MATMULS and not kwargs and len(args) == 2 and isinstance(args[1], cls)
-        if two and (out := _lazy_matmul(args[0], args[1])) is not None:
-            return out
-        if func in (torch.baddbmm, torch.Tensor.baddbmm) and (out := _lazy_baddbmm(*args, **kwargs)) is not None:
-            return out
-        if func is F.scaled_dot_product_attention and (out := _lazy_sdpa(*args, **kwargs)) is not None:
-            return out
-        name = getattr(func, "__name__", "?")
-        if not torch.compiler.is_compiling():  # which does not trace names
-            _refuse_in_place(name)
-        args, kwargs = tree_map(lambda x: _dense_with_warning(x, name) if isinstance(x, cls) else x, (args, kwargs))
-        return func(*args, **kwargs)
-
 
 def of_one_update(key: Any, value: Any) -> bool:
     """Whether one `update` returned these keys and values, changed by `repeat_kv` at most. Only then can attention run
@@ -254,7 +239,8 @@ def of_one_update(key: Any, value: Any) -> bool:
         and key.attention_inputs is value.attention_inputs
         and key.is_keys
         and not value.is_keys
-        and (key.form, value.form, key.repeats) == ("plain", "plain", value.repeats)
+        and key.form == value.form
+        and key.form[1:] == AS_RETURNED[1:]
     )
 
 
@@ -306,26 +292,28 @@ def warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=5)
 
 
-def _lazy_matmul(left: Any, right: CompressedKV) -> Tensor | None:
-    """`q @ k.T` (`[B, Hq, Q, D]` to `[B, Hq, Q, T]`) or `p @ v` after `repeat_kv`, flat or not; None for any other matmul."""
-    if not isinstance(left, Tensor) or right.form not in _TRANSPOSED or left.shape[:-2] != right.shape[:-2]:
+# Functions of torch on the codes; None for arguments that need the dense tensors.
+
+
+def _matmul(left: Any, right: Any) -> Tensor | None:
+    """`q @ k.T` (`[B, Hq, Q, D]` to `[B, Hq, Q, T]`) or `p @ v` after `repeat_kv`, with any sizes before the last two."""
+    if not isinstance(left, Tensor) or not isinstance(right, CompressedKV) or right.form.tiled or left.shape[:-2] != right.shape[:-2]:
+        return None
+    if right.is_keys != right.form.transposed:
         return None
     if torch.compiler.is_compiling() and right.attention_inputs.counted:  # only the device has the counts
         return None
-    if right.is_keys != right.form.endswith("transposed"):
-        return None
-    tokens, x = right.side.shape[2], left.unflatten(0, (right.sizes[0], -1)) if left.dim() == 3 else left
+    tokens, x = right.side.shape[2], left.reshape(right.sizes[0], -1, *left.shape[-2:])
     out = F.pad(right.scores(x), (0, (right.columns or tokens) - tokens)) if right.is_keys else right.weighted(x[..., :tokens])
     return out.view(*left.shape[:-1], -1).to(left.dtype)
 
 
-def _lazy_baddbmm(given: Tensor, batch1: Any, batch2: Any, *, beta: float = 1, alpha: float = 1) -> Tensor | None:
-    """`torch.baddbmm` with compressed keys or values, or None."""
-    product = _lazy_matmul(batch1, batch2) if isinstance(batch2, CompressedKV) and isinstance(given, Tensor) else None
+def _baddbmm(given: Tensor, batch1: Any, batch2: Any, *, beta: float = 1, alpha: float = 1) -> Tensor | None:
+    product = _matmul(batch1, batch2) if isinstance(given, Tensor) else None
     return None if product is None else beta * given + alpha * product
 
 
-def _lazy_sdpa(
+def _sdpa(
     query: Tensor,
     key: Any,
     value: Any,
@@ -335,7 +323,13 @@ def _lazy_sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """`scaled_dot_product_attention` on compressed keys and values; None if it needs the dense tensors."""
     if not of_one_update(key, value) or dropout_p or is_causal or query.shape[1] % key.side.shape[1]:
         return None
     return key.attend(query, attn_mask, scaling=scale)
+
+
+_ON_CODES: tuple[tuple[tuple, Any], ...] = (
+    ((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm), _matmul),
+    ((torch.baddbmm, Tensor.baddbmm), _baddbmm),
+    ((F.scaled_dot_product_attention,), _sdpa),
+)

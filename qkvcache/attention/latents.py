@@ -34,7 +34,7 @@ from ..kernels.attend_chunked import (
     rotate_back,
     supports_queries,
 )
-from .compressed_kv import CompressedKV, of_one_update
+from .compressed_kv import AS_RETURNED, CompressedKV, Form, of_one_update
 from .projection import transposed_weight
 
 ABSORBED_QUERIES = 128
@@ -155,16 +155,16 @@ class ExpandedKV(CompressedKV):
 
     __slots__ = ("expansion", "_keys")
 
-    def __init__(self, expansion: Expansion, is_keys: bool, columns: int | None, repeats: int = 1, form: str = "plain"):
-        super().__init__(expansion.inputs, expansion.inputs.key, columns, repeats, form)
+    def __init__(self, expansion: Expansion, is_keys: bool, columns: int | None, form: Form = AS_RETURNED):
+        super().__init__(expansion.inputs, expansion.inputs.key, columns, form=form)
         self.expansion, self._keys = expansion, is_keys
 
     @property
     def is_keys(self) -> bool:
         return self._keys
 
-    def like(self, columns: int | None, repeats: int, form: str) -> ExpandedKV:
-        return ExpandedKV(self.expansion, self.is_keys, columns, repeats, form)
+    def like(self, columns: int | None, form: Form) -> ExpandedKV:
+        return ExpandedKV(self.expansion, self.is_keys, columns, form)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from ..kernels.pages import RING_TOKENS, SINKS
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias
+
+T = TypeVar("T")
 
 
 def kernel_options(implementation: str, query: Tensor, keywords: dict[str, Any]) -> dict[str, Any]:
@@ -86,18 +89,21 @@ class Padding(NamedTuple):
     shown_from: int | None = None
 
 
-class _Last(threading.local):
-    """The results for the masks of a thread's last step. All layers of a step have the same mask, and reading it waits
-    for the device."""
-
-    padding: tuple[Any, tuple[int, int, int], Padding] = (lambda: None, (0, 0, 0), Padding(False))
-    new: tuple[Any, tuple[int, int], tuple[Tensor | None, bool]] = (lambda: None, (0, 0), (None, True))
-    """The last argument of `new_tokens`, and the `is_valid` and `causal` found in it."""
-
-
-_last = _Last()
+_last = threading.local()
+"""The argument, the state and the result of `once`, by what was asked."""
 COMPARED = 2**26
 """Entries of a mask compared at a time."""
+
+
+def once(what: str, given: Any, state: tuple, find: Callable[[], T]) -> T:
+    """Returns `find()`, which reads `given` and so waits for the device: once for all layers of a thread's step, which have the same masks
+    and positions. A caller may write into them between steps."""
+    state = *state, given._version if isinstance(given, Tensor) and not given.is_inference() else 0
+    last = getattr(_last, what, None)
+    if last is None or last[0]() is not given or last[1] != state:
+        last = weakref.ref(given), state, find()
+        setattr(_last, what, last)
+    return last[2]
 
 
 def padding_columns(given: Any, mask: Tensor | None, causal: bool, queries: int, tokens: int) -> Padding:
@@ -106,15 +112,14 @@ def padding_columns(given: Any, mask: Tensor | None, causal: bool, queries: int,
         return Padding(causal)
     if mask.dtype != torch.bool or mask.shape[1] != 1 or (mask.shape[2] == 1) != causal:
         return Padding(False)
-    written = given._version if isinstance(given, Tensor) and not given.is_inference() else 0
-    state = queries, tokens, written
-    if _last.padding[0]() is not given or _last.padding[1] != state:
+
+    def find() -> Padding:
         shown = mask[:, 0, -1]  # the last query attends to every token except padding
         fits = causal or _hides_columns(mask)
         hidden = None if not fits or bool(shown.all()) else ~shown
-        shown_from = None if hidden is None else int(hidden.any(0).nonzero()[-1]) + 1
-        _last.padding = weakref.ref(given), state, Padding(fits, hidden, shown_from)
-    return _last.padding[2]
+        return Padding(fits, hidden, None if hidden is None else int(hidden.any(0).nonzero()[-1]) + 1)
+
+    return once("padding", given, (queries, tokens), find)
 
 
 def _hides_columns(mask: Tensor) -> bool:
@@ -150,13 +155,13 @@ def new_tokens(implementation: str, mask: Any, batch: int, queries: int, device:
     new = mask_of_new(implementation, mask, batch, queries, device)
     if new is None:
         return NewTokens(None, None, True)
-    written = mask._version if isinstance(mask, Tensor) and not mask.is_inference() else 0  # the caller may write into its mask
-    if _last.new[0]() is not mask or _last.new[1] != (queries, written):
+
+    def find() -> tuple[Tensor | None, bool]:
         valid = sees_itself(new, batch)
         causal = new.dtype == torch.bool and new.shape[1] == 1 and (queries == 1 or _hides_columns(new))
-        found = None if bool(valid.all()) else valid.clone(), causal  # a view would keep the mask alive
-        _last.new = weakref.ref(mask), (queries, written), found
-    is_valid, causal = _last.new[2]
+        return None if bool(valid.all()) else valid.clone(), causal  # a view would keep the mask alive
+
+    is_valid, causal = once("new", mask, (queries,), find)
     return NewTokens(new, None if is_valid is None else is_valid.to(device), causal)
 
 

@@ -85,7 +85,7 @@ def attend_observed(
         attention_sums = _summed(weights, key, observed)
     elif observed is not None:
         lse = None if found is None else found[1][:, :, last]
-        k = _of_kv_heads(keys, key.repeats)
+        k = _of_kv_heads(keys, key.form.repeats)
         attention_sums = sum_attention(query[:, :, last].detach(), k, observed[:, last], valid(), lse=lse, **options)
     observer.end_attention(attention_sums)
     return out, weights
@@ -160,7 +160,7 @@ def _summed(weights: Tensor, key: CompressedKV, observed: Tensor) -> Tensor:
 
 def _dense(given: CompressedKV) -> Tensor:
     side: KeysOrValues = given.side
-    if len(side.segments) == 1 and isinstance(side.segments[0], Exact) and given.repeats == 1:
+    if len(side.segments) == 1 and isinstance(side.segments[0], Exact) and given.form.repeats == 1:
         return side.segments[0].x
     return given.dense()
 

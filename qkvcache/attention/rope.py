@@ -143,28 +143,21 @@ def _exception(module: ModuleType, function: str) -> str | None:
     """The first class in `module` that may cache keys without rotating them: it calls `function` only under an `if`, or
     never. None if there is none."""
     for kind in ast.parse(inspect.getsource(module)).body:
-        if isinstance(kind, ast.ClassDef):
-            calls = _calls(kind, function, None)
-            if calls and None not in calls:
-                return f"`if {calls[0]}` in {kind.name}"
-            if not calls and any(_caches(node) for node in ast.walk(kind)):
-                return f"not in {kind.name}"
+        if not isinstance(kind, ast.ClassDef):
+            continue
+        calls = _calls(kind, function)
+        under = {call: ast.unparse(node.test) for node in ast.walk(kind) if isinstance(node, ast.If) for call in _calls(node, function)}
+        if calls and under.keys() == set(calls):
+            return f"`if {under[calls[0]]}` in {kind.name}"
+        if not calls and any("past_key_value" in ast.unparse(call) for call in _calls(kind, "update")):
+            return f"not in {kind.name}"
     return None
 
 
-def _caches(node: ast.AST) -> bool:
-    """Whether this is a call such as `past_key_values.update(...)`."""
-    is_update = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "update"
-    return is_update and "past_key_value" in ast.unparse(node)
-
-
-def _calls(node: ast.AST, function: str, condition: str | None) -> list[str | None]:
-    """The innermost `if` around each call of `function` below `node`, or None."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function:
-        return [condition]
-    if isinstance(node, ast.If):
-        condition = ast.unparse(node.test)
-    return [call for child in ast.iter_child_nodes(node) for call in _calls(child, function, condition)]
+def _calls(node: ast.AST, function: str) -> list[ast.Call]:
+    """The calls of a function, or of a method, below `node`."""
+    calls = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
+    return [call for call in calls if function in (getattr(call.func, "id", None), getattr(call.func, "attr", None))]
 
 
 @torch.inference_mode(False)

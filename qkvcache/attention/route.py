@@ -30,7 +30,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from ..kernels import AttentionInputs, attends_in_tiles, on_triton
 from ..kernels.attend_chunked import CHUNK_BYTES, attend_chunked, cudnn_pays, supports
 from .again import notice_again
-from .compressed_kv import CompressedKV, as_the_model_has_them, of_one_update, warn_once
+from .compressed_kv import CompressedKV, Form, as_the_model_has_them, of_one_update, warn_once
 from .full import full_attention
 from .latents import ExpandedKV, restore
 from .masks import Padding, chosen_columns, kernel_options, padding_columns, visible
@@ -143,12 +143,13 @@ def route(
     if not isinstance(key, CompressedKV) and not isinstance(value, CompressedKV):
         mask, out = report_attention(implementation, module, query, key, given, kwargs)
         return stock(module, query, key, value, mask, *args, **kwargs) if out is None else (out, None)
-    if isinstance(key, CompressedKV) and isinstance(value, CompressedKV) and key.form == value.form == "tiled":
-        query = query.unflatten(1, (key.repeats, -1)).transpose(1, 2).flatten(1, 2)  # as if `repeat_kv` had repeated the heads
-        key, value = (x.like(x.columns, x.repeats, "plain") for x in (key, value))
+    if isinstance(key, CompressedKV) and isinstance(value, CompressedKV) and key.form.tiled and key.form == value.form:
+        repeats = key.form.repeats
+        query = query.unflatten(1, (repeats, -1)).transpose(1, 2).flatten(1, 2)  # as if `repeat_kv` had repeated the heads
+        key, value = (x.like(x.columns, Form(repeats)) for x in (key, value))
         out, weights = route(stock, implementation, module, query, key, value, given, *args, **kwargs)
-        weights = None if weights is None else weights.unflatten(1, (-1, key.repeats)).transpose(1, 2).flatten(1, 2)
-        return out.unflatten(2, (-1, key.repeats)).transpose(2, 3).flatten(2, 3), weights
+        weights = None if weights is None else weights.unflatten(1, (-1, repeats)).transpose(1, 2).flatten(1, 2)
+        return out.unflatten(2, (-1, repeats)).transpose(2, 3).flatten(2, 3), weights
     if not of_one_update(key, value):
         return stock(module, query, *as_the_model_has_them(key, value), given, *args, **kwargs)
     if torch.compiler.is_compiling() and key.observer is None and not key.attention_inputs.compiled:  # an uncompiled layer
@@ -165,40 +166,50 @@ def route(
     if kwargs.get("position_bias") is not None:
         kwargs["position_bias"] = kwargs["position_bias"][..., :tokens]  # as above
     if "eager" in implementation:
-        if not torch.compiler.is_compiling():
-            _warn_of_budget(key.attention_inputs)
-        key, value = (x.dense() if torch.compiler.is_compiling() else x for x in (key.seen(), value.seen()))
-        return stock(module, query, key, value, mask, *args, **kwargs)
-    options, shown, causal, padding = kernel_options(implementation, query, kwargs), None, False, Padding(False)
-    latents = isinstance(key, ExpandedKV)
-    many = key.expansion.in_blocks(query) if isinstance(key, ExpandedKV) else not _few(query, key.attention_inputs)
-    stocks = bool(kwargs.get("dropout")) or (latents and (options["softcap"] is not None or options["sinks"] is not None))
-    if not stocks and (not many or latents or _in_chunks(implementation, query, key, kwargs)):
-        keywords = kwargs if kwargs.get("is_causal") is not None else kwargs | {"is_causal": getattr(module, "is_causal", True)}
-        shown, causal = visible(implementation, mask, query.shape[0], queries, tokens, query.device, keywords)
-        if queries > 1 and not torch.compiler.is_compiling():
-            padding = padding_columns(given, shown, causal, queries, tokens)
-    if stocks or (many and not padding.fits and not latents):
-        if isinstance(mask, BlockMask) and mask.shape[-1] > tokens:
-            mask = mask._adjust(queries, tokens)  # as above
-        return stock(module, query, key.seen().dense(), value.seen().dense(), mask, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return stock(module, query, key.seen().dense(), value.seen().dense(), mask, *args, **kwargs)
+        paged = key.attention_inputs.paged
+        if paged is not None and paged.budget is not None and paged.budget.tokens < paged.max_length:
+            warn_once("attention_budget with eager attention: it reads all tokens; use another implementation, such as sdpa")
+        return stock(module, query, key.seen(), value.seen(), mask, *args, **kwargs)
+    out = _attend(implementation, module, query, key, given, mask, kwargs)
+    if out is not None:
+        return out.transpose(1, 2).contiguous(), None
+    if isinstance(mask, BlockMask) and mask.shape[-1] > tokens:
+        mask = mask._adjust(queries, tokens)  # as above
+    return stock(module, query, key.seen().dense(), value.seen().dense(), mask, *args, **kwargs)
+
+
+def _attend(
+    implementation: str, module: torch.nn.Module, query: Tensor, key: CompressedKV, given: Any, mask: Any, keywords: dict[str, Any]
+) -> Tensor | None:
+    """Attention `[B, Hq, Q, D]` on the codes or in chunks; None where the model's own function must attend to a dequantized layer.
+    `mask`: the mask `given` by transformers without columns after the tokens."""
+    queries, tokens, options = query.shape[2], key.side.shape[2], kernel_options(implementation, query, keywords)
+    if isinstance(key, ExpandedKV):
+        few, supported = not key.expansion.in_blocks(query), options["softcap"] is None and options["sinks"] is None
+    else:
+        few = _few(query, key.attention_inputs)
+        supported = few or _in_chunks(implementation, query, key, keywords)
+    if keywords.get("dropout") or not supported:
+        return None
+    if keywords.get("is_causal") is None:
+        keywords = keywords | {"is_causal": getattr(module, "is_causal", True)}
+    shown, causal = visible(implementation, mask, query.shape[0], queries, tokens, query.device, keywords)
+    padding = Padding(False)
+    if queries > 1 and not torch.compiler.is_compiling():
+        padding = padding_columns(given, shown, causal, queries, tokens)
     hidden = padding.columns
     if padding.fits:  # causality costs a kernel less than a mask of queries x tokens
         shown, causal = None if hidden is None else ~hidden[:, None, None], True
-    if many and isinstance(key, ExpandedKV) and padding.fits:
-        out = key.expansion.attend_blocks(query, hidden, scaling=options["scaling"])
-    elif many and not latents and not on_codes(query, key.attention_inputs, shown):
-        out = attend_chunked(query, key.attention_inputs, hidden, shown_from=padding.shown_from, **options)[0]
-    else:
-        out = key.attend(query, shown, causal=causal, **options)
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _warn_of_budget(attention_inputs: AttentionInputs) -> None:
-    """Warns once that eager attention exceeds the attention budget of these inputs."""
-    paged = attention_inputs.paged
-    if paged is not None and paged.budget is not None and paged.budget.tokens < paged.max_length:
-        warn_once("attention_budget with eager attention: it reads all tokens; use another implementation, such as sdpa")
+    if isinstance(key, ExpandedKV):
+        if not few and padding.fits:
+            return key.expansion.attend_blocks(query, hidden, scaling=options["scaling"])
+    elif not few and not padding.fits:
+        return None
+    elif not few and not on_codes(query, key.attention_inputs, shown):
+        return attend_chunked(query, key.attention_inputs, hidden, shown_from=padding.shown_from, **options)[0]
+    return key.attend(query, shown, causal=causal, **options)
 
 
 @uncompiled("codes in storage that grows: graphs of them would be made again for each shape that it takes")

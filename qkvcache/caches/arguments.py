@@ -13,7 +13,7 @@ from ..formats import Format, FormatByLayer
 from ..formats.base import check_option, hint
 from ..kernels import AttentionBudget
 from ..kernels.pages import WHOLE
-from ..policies import Policy
+from ..policies import Policy, check_count
 
 FORMER = {
     "exact_first": "num_sink_tokens",
@@ -62,9 +62,9 @@ def budget_of(attention_budget: int | float | Literal["auto"] | None, attention_
     between 0 and 1, and for another rest, or one without a budget."""
     check_option("attention_rest", attention_rest, ("drop", "coarse"))
     coarse = attention_rest == "coarse"
-    if coarse and attention_budget is None:
-        raise ValueError("attention_rest='coarse' without attention_budget: everything is read in full; pass a budget, such as 4096")
     if attention_budget is None:
+        if coarse:
+            raise ValueError("attention_rest='coarse' without attention_budget: everything is read in full; pass a budget, such as 4096")
         return None
     if attention_budget == "auto":
         return AttentionBudget(LEAST_AUTO, WHOLE // 4, coarse)
@@ -72,13 +72,12 @@ def budget_of(attention_budget: int | float | Literal["auto"] | None, attention_
         raise TypeError(
             f"attention_budget={attention_budget!r}: expected a number of tokens, such as 4096, a share, such as 0.125, or 'auto'"
         )
-    if isinstance(attention_budget, float):
-        if not 0 < attention_budget < 1:
-            raise ValueError(f"attention_budget={attention_budget}: a share is between 0 and 1; pass a whole number for tokens")
-        return AttentionBudget(LEAST_READ, math.ceil(attention_budget * WHOLE), coarse)
-    if attention_budget < 1:
-        raise ValueError(f"attention_budget={attention_budget}: expected 1 token or more")
-    return AttentionBudget(attention_budget, coarse=coarse)
+    if isinstance(attention_budget, int):
+        check_count("attention_budget", attention_budget, least=1)
+        return AttentionBudget(attention_budget, coarse=coarse)
+    if not 0 < attention_budget < 1:
+        raise ValueError(f"attention_budget={attention_budget}: a share is between 0 and 1; pass a whole number for tokens")
+    return AttentionBudget(LEAST_READ, math.ceil(attention_budget * WHOLE), coarse)
 
 
 def refuse_unknown(cache: DynamicCache, options: Mapping[str, object], format: Format | FormatByLayer, policy: Policy | None) -> None:
@@ -88,10 +87,9 @@ def refuse_unknown(cache: DynamicCache, options: Mapping[str, object], format: F
         kinds = type(cache).__mro__[: type(cache).__mro__.index(DynamicCache)]
         known = dict.fromkeys(word for kind in kinds for word in _keywords(kind))
         fix = f"it is {FORMER[name]} now" if FORMER.get(name) in known else hint(name, known)
-        if isinstance(format, Format) and name in _keywords(type(format)):
-            fix = f"it is the format's: CompressedCache(config, format=formats.{type(format).__name__}({name}={value!r}))"
-        if policy and name in _keywords(type(policy)):
-            fix = f"it is the policy's: CompressedCache(config, policy=policies.{type(policy).__name__}({name}={value!r}))"
+        for word, module, part in (("format", "formats", format), ("policy", "policies", policy)):
+            if isinstance(part, Format | Policy) and name in _keywords(type(part)):
+                fix = f"it is the {word}'s: CompressedCache(config, {word}={module}.{type(part).__name__}({name}={value!r}))"
         raise TypeError(f"{type(cache).__name__} has no option {name}={value!r}: {fix}")
 
 

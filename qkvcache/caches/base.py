@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Never
 
@@ -44,8 +43,6 @@ from .memory import Memory, measured
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ALL_TOKENS = policies.SlidingWindow(window_length=2**30, interval=1)
-"""The policy of exact layers in a cache whose other layers evict."""
 CLASSES: dict[type, type[CompressedLayer]] = {
     DynamicLayer: CompressedLayer, StockStaticLayer: CompressedLayer,
     LinearAttentionAndFullAttentionLayer: HybridLayer, LinearAttentionAndStaticFullAttentionLayer: HybridLayer,
@@ -54,8 +51,8 @@ CLASSES: dict[type, type[CompressedLayer]] = {
 """The layers of this library in place of those of transformers with full attention."""
 NEVER_STATIC = frozenset(("cpmant", "inkling2_text", "inkling_text", "prophetnet"))
 """Model types of transformers that make their own masks, whose columns are exactly the tokens seen."""
-UNLIMITED = 2**31
-"""The `max_cache_len` of transformers' layers without `max_length`."""
+UNLIMITED = 2**30
+"""The most tokens of a layer of a cache without `max_length`."""
 
 
 class CompressedCache(DynamicCache):
@@ -137,54 +134,34 @@ class CompressedCache(DynamicCache):
         check_count("residual_length", residual_length)
         if max_length is not None:
             check_count("max_length", max_length, least=1)
+        if config is not None and not isinstance(config, PreTrainedConfig):
+            raise TypeError(f"config must be a transformers config such as model.config, got {type(config).__name__}")
+        skip_layers = layer_indices(skip_layers)
+        self._config = None if config is None else config.get_text_config(decoder=True)
+        self._encoder_decoder = config is not None and config.is_encoder_decoder
+        self._latents = None if config is None else absorb(config)
+        self._layer_options = {"num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
         self.max_length, self.compile = max_length, compile or max_length is not None
         self._why_static = "compile=True" if max_length is None else "max_length"
-        if offloading and self.compile:
-            raise NotImplementedError(
-                f"offloading=True with {self._why_static}: tensors that move to the host have no fixed address; leave one out"
-            )
-        skip_layers = layer_indices(skip_layers)
-        self._layer_options = {"num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
+        self.attention_budget, self.attention_rest, self.offload_pages = attention_budget, attention_rest, offload_pages
+        self._attention_budget = budget_of(attention_budget, attention_rest)
+        self._check_storage(offloading)
+        self.format = in_halves(self.format, self._attention_budget)
         self._rope: Rope | None = None
         self._shares_keys = False
-        known = isinstance(config, PreTrainedConfig)
-        self._config = config.get_text_config(decoder=True) if known else None  # type: ignore[union-attr]
-        self._latents = absorb(config) if known else None  # type: ignore[arg-type]
         self._exact: frozenset[int] = frozenset()
         """Full-attention layers that are uncompressed layers of this library."""
-        self.attention_budget, self.attention_rest = attention_budget, attention_rest
-        self._attention_budget = budget_of(attention_budget, attention_rest)
-        self.format = in_halves(self.format, self._attention_budget)
-        if self._attention_budget is not None:
-            self._check_budget(attention_budget)
-        self.offload_pages = offload_pages
-        if offload_pages:
-            self._check_offload_pages(offloading)
         if self.policy is not None:
-            self._prepare_eviction(self.policy, config, offloading)
-        if config is None:
+            self._prepare_eviction(self.policy)
+        if self._config is None:
             if skip_layers:
                 raise ValueError(f"skip_layers={skip_layers} needs the config, to know how many layers there are")
             if isinstance(self.format, FormatByLayer):
                 raise ValueError(f"{len(self.format.formats)} formats by layer need the config, to know which layers they are for")
             Cache.__init__(self, layer_class_to_replicate=self._new_layer, offloading=offloading)  # type: ignore[arg-type]
-        elif isinstance(config, PreTrainedConfig):
-            with _layers_of(config, "make the cache after the model, which tells transformers of its layers"):
-                super().__init__(config=config, offloading=offloading)
-            if self.compile:
-                if (model_type := config.get_text_config(decoder=True).model_type) in NEVER_STATIC:
-                    raise NotImplementedError(
-                        f"{self._why_static} on {model_type}, whose masks are of the tokens seen: leave out {self._why_static}"
-                    )
-                length = UNLIMITED if max_length is None else max_length
-                with _layers_of(config, f"leave out {self._why_static}"):
-                    self.layers = StaticCache(config, length).layers
-                for i, layer in enumerate(self.layers):
-                    if type(layer) is StaticSlidingWindowLayer:
-                        self.layers[i] = StaticSlidingLayer(length, layer.max_cache_len)
-            self._swap_layers(skip_layers, config.get_text_config(decoder=True).per_layer_config)
         else:
-            raise TypeError(f"config must be a transformers config such as model.config, got {type(config).__name__}")
+            Cache.__init__(self, self._stock_layers(self._config), offloading=offloading, offload_only_non_sliding=False)
+            self._swap_layers(skip_layers, self._config.per_layer_config)
         # transformers makes one mask for all layers without a window, sized for the first of them: it needs a column
         # for each token that any of them holds. Layers that evict take the running step's columns from it.
         self._keeps_all = next((i for i, layer in enumerate(self.layers) if _keeps_all(layer)), None)
@@ -192,12 +169,11 @@ class CompressedCache(DynamicCache):
         if self._keeps_all is not None and self.compile and ((ours and self.policy) or max_length is None):
             raise NotImplementedError(
                 f"{self._why_static} on a model with layers other than full attention alone (layer {self._keeps_all}: "
-                f"{_kind(self.layers[self._keeps_all])}), whose masks have another length: leave out {self._why_static}"
+                f"{type(self.layers[self._keeps_all]).__name__}), whose masks have another length: leave out {self._why_static}"
             )
         if max_length is not None and (self._keeps_all is not None or getattr(self._config, "model_type", None) == "bloom"):
             for layer in ours:  # layers of transformers, and BLOOM's ALiBi, use as many columns for a prompt
                 layer.prompt_columns = max_length
-        self._encoder_decoder = bool(config is not None and config.is_encoder_decoder)
         self._last_layer: int | None = None
         self._biased_keys = BiasedKeys()
         attention.install()
@@ -216,10 +192,8 @@ class CompressedCache(DynamicCache):
             )
         self._last_layer = layer_idx
         result = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if not torch.compiler.is_compiling():  # which would look at the format of each layer at each step
-            format: Any = getattr(self.layers[layer_idx], "format", None)
-            if not getattr(format, "center", True):
-                self._biased_keys.examine(key_states, layer_idx, format.name)
+        if not torch.compiler.is_compiling() and key_states.shape[2] > 1:
+            self._biased_keys.examine(key_states, layer_idx, self.layers[layer_idx])
         return result
 
     def compress(
@@ -274,116 +248,140 @@ class CompressedCache(DynamicCache):
         policy: KVzip = self.policy  # type: ignore[assignment]
         fill(self.layers, policy, model, mask, *read_twice(model, policy, ids, mask, tokenizer, progress, prefill_chunk_size))
 
-    def _check_budget(self, attention_budget: int | float | Literal["auto"] | None) -> None:
-        """Raises ValueError for an attention budget with a policy, NotImplementedError for one on latents."""
-        if self.policy is not None:
-            raise ValueError(f"attention_budget={attention_budget} with policy={self.policy.name}, which evicts tokens: leave one out")
-        if self._latents is not None:
+    def _check_storage(self, offloading: bool) -> None:
+        """Raises ValueError or NotImplementedError for options of storage that exclude each other, or the model."""
+        budget, policy = self.attention_budget, self.policy
+        if offloading and self.compile:
             raise NotImplementedError(
-                f"attention_budget={attention_budget} on {self._config.model_type}: its latents are read whole; leave it out"  # type: ignore[union-attr]
+                f"offloading=True with {self._why_static}: tensors that move to the host have no fixed address; leave one out"
             )
-
-    def _check_offload_pages(self, offloading: bool) -> None:
-        """Raises ValueError for pages in host memory without an attention budget, or beside offloading."""
-        if self._attention_budget is None:
-            raise ValueError("offload_pages=True without attention_budget: each step would copy all tokens; pass one, such as 4096")
-        if offloading:
-            raise ValueError("offload_pages=True with offloading=True, which moves whole layers: leave one out")
-
-    def _prepare_eviction(self, policy: Policy, config: PreTrainedConfig | None, offloading: bool) -> None:
-        if offloading:
+        if offloading and policy is not None:
             raise NotImplementedError(
                 "offloading=True with a policy: a layer that evicts stores few tokens, and must observe its attention; leave it out"
             )
+        if budget is not None and policy is not None:
+            raise ValueError(f"attention_budget={budget} with policy={policy.name}, which evicts tokens: leave one out")
+        if budget is not None and self._latents is not None:
+            raise NotImplementedError(
+                f"attention_budget={budget} on {self._config.model_type}: its latents are read whole; leave it out"  # type: ignore[union-attr]
+            )
+        if self.offload_pages and budget is None:
+            raise ValueError("offload_pages=True without attention_budget: each step would copy all tokens; pass one, such as 4096")
+        if self.offload_pages and offloading:
+            raise ValueError("offload_pages=True with offloading=True, which moves whole layers: leave one out")
+
+    def _prepare_eviction(self, policy: Policy) -> None:
+        """Raises ValueError or NotImplementedError for a policy that the options or the model exclude."""
+        config, why, rotates_sinks = self._config, self._why_static, getattr(policy, "positions", "original") == "cache"
         if self.compile:
-            why = self._why_static
             if any(budget.share for budget in policy.budgets):
                 raise NotImplementedError(f"budget={policy.budget} with {why}: a share has no fixed size; pass a number of tokens")
-            if getattr(policy, "positions", "original") == "cache":
+            if rotates_sinks:
                 raise NotImplementedError(f"positions='cache' with {why}: sinks are rotated again at every step; pass positions='original'")
             if policy.differs_by_head:
                 what = "budgets of heads" if policy.alpha_safeguard is None else f"alpha_safeguard={policy.alpha_safeguard}"
                 raise NotImplementedError(f"{what} with {why}: a compiled step has as many slots in each head; leave out one of the two")
-        if config is None and policy.second_reading:
-            raise ValueError(f"policy={policy.name} needs the config, to know the layers before they are filled")
-        if config is None and len(policy.budgets) > 1:
-            raise ValueError(f"{len(policy.budgets)} budgets need the config, to know which layers they are for")
-        if config is not None:
-            text = config.get_text_config(decoder=True)
-            if reason := why_not_evict(text):
-                raise NotImplementedError(f"policy={policy.name} on {text.model_type}: {reason}")
-            heads = getattr(text, "num_key_value_heads", None)
-            if isinstance(heads, int) and (wrong := {len(budget.heads) for budget in policy.budgets} - {0, heads}):
-                raise ValueError(f"budgets for {wrong.pop()} heads: a layer of {text.model_type} has {heads} KV heads")
-            self._shares_keys = bool(getattr(text, "num_kv_shared_layers", 0))
-            if self._shares_keys and self.compile:
-                raise NotImplementedError(f"a policy with {why} on {text.model_type}: its layers share keys; leave out {why}")
-        rotates_sinks = getattr(policy, "positions", "original") == "cache"
-        if rotates_sinks or policy.needs_rope:
-            what = "positions='cache'" if rotates_sinks else f"policy={policy.name}"
-            fix = "positions='original'" if rotates_sinks else "another policy, such as KeyDiff,"
-            if config is None:
-                raise ValueError(f"{what} needs the config, to know how keys are rotated")
+        of_rope = "positions='cache'" if rotates_sinks else f"policy={policy.name}" if policy.needs_rope else None
+        if config is None:
+            if policy.second_reading:
+                raise ValueError(f"policy={policy.name} needs the config, to know the layers before they are filled")
+            if len(policy.budgets) > 1:
+                raise ValueError(f"{len(policy.budgets)} budgets need the config, to know which layers they are for")
+            if of_rope:
+                raise ValueError(f"{of_rope} needs the config, to know how keys are rotated")
+            return
+        if reason := why_not_evict(config):
+            raise NotImplementedError(f"policy={policy.name} on {config.model_type}: {reason}")
+        heads = getattr(config, "num_key_value_heads", None)
+        if isinstance(heads, int) and (wrong := {len(budget.heads) for budget in policy.budgets} - {0, heads}):
+            raise ValueError(f"budgets for {wrong.pop()} heads: a layer of {config.model_type} has {heads} KV heads")
+        self._shares_keys = bool(getattr(config, "num_kv_shared_layers", 0))
+        if self._shares_keys and self.compile:
+            raise NotImplementedError(f"a policy with {why} on {config.model_type}: its layers share keys; leave out {why}")
+        if of_rope:
             try:
-                self._rope = Rope.of(text)
+                self._rope = Rope.of(config)
             except NotImplementedError as reason:
-                raise NotImplementedError(f"{what}: {reason}; {fix} does without") from None
+                fix = "positions='original'" if rotates_sinks else "another policy, such as KeyDiff,"
+                raise NotImplementedError(f"{of_rope}: {reason}; {fix} does without") from None
+
+    def _stock_layers(self, config: PreTrainedConfig) -> list[Any]:
+        """The layers that transformers' own cache would have."""
+        length = UNLIMITED if self.max_length is None else self.max_length
+        if self.compile and config.model_type in NEVER_STATIC:
+            raise NotImplementedError(
+                f"{self._why_static} on {config.model_type}, whose masks are of the tokens seen: leave out {self._why_static}"
+            )
+        try:
+            layers: list[Any] = (StaticCache(config, length) if self.compile else DynamicCache(config=config)).layers
+        except KeyError as unknown:
+            fix = f"leave out {self._why_static}" if self.compile else "make the cache after the model, which registers its layers"
+            raise NotImplementedError(
+                f"transformers has no such cache for layers of {config.model_type} of type {unknown.args[0]!r}: {fix}"
+            ) from None
+        return [StaticSlidingLayer(length, x.max_cache_len) if type(x) is StaticSlidingWindowLayer else x for x in layers]
 
     def _new_layer(
-        self, format: Format | None = None, number: int = 0, kind: Callable[..., CompressedLayer] = CompressedLayer, **states: int
+        self, format: Format | None = None, number: int = 0, kind: Callable[..., CompressedLayer] = CompressedLayer, **states: Any
     ) -> CompressedLayer:
         """A new full-attention layer in `format` (None: the cache's), the layer `number` of those compressed. `states`: those of
         `_options_of`."""
         if format is None:
             (format,) = self.format.for_layers(1)
-        if self.policy is None:
-            options = self._layer_options | {"latents": self._latents, "max_length": self.max_length, "compile": self.compile}
-            read = self._attention_budget
-            return kind(format, **options, attention_budget=read, offload_pages=self.offload_pages, **states)
-        budgets = self.policy.budgets
-        budget = budgets[number % len(budgets)]
-        return self._new_evicting(format, self.policy, budget, **self._layer_options, rope=self._rope, **states)
+        if self.policy is not None:
+            budget = self.policy.budgets[number % len(self.policy.budgets)]
+            return self._new_evicting(format, self.policy, budget, **self._layer_options, rope=self._rope, **states)
+        return kind(
+            format,
+            **self._layer_options,
+            latents=self._latents,
+            max_length=self.max_length,
+            compile=self.compile,
+            attention_budget=self._attention_budget,
+            offload_pages=self.offload_pages,
+            **states,
+        )
 
-    def _new_exact(self, kind: Callable[..., CompressedLayer] = CompressedLayer, **states: int) -> CompressedLayer:
+    def _new_exact(self, kind: Callable[..., CompressedLayer], **states: Any) -> CompressedLayer:
         """A new uncompressed layer of this library, for a cache that evicts or whose steps are compiled."""
         if not self.policy:
             return kind(formats.Identity(), 0, 0, self.max_length, self.compile, **states)
         # transformers makes one mask for all layers; a layer of another length must make its own
         if self.compile and self.max_length is None:
             raise NotImplementedError("skip_layers with a policy and compile=True: they store max_length tokens, so pass it")
-        whole = ALL_TOKENS if self.max_length is None else policies.SlidingWindow(window_length=self.max_length, interval=1)
+        whole = policies.SlidingWindow(window_length=self.max_length or UNLIMITED, interval=1)
         return self._new_evicting(formats.Identity(), whole, whole.budgets[0], **states)
 
-    def _new_evicting(self, format: Format, policy: Policy, budget: Budget, **options) -> EvictingLayer:
+    def _new_evicting(self, format: Format, policy: Policy, budget: Budget, **options: Any) -> EvictingLayer:
         policy = replace(policy, interval=1) if self.compile else policy
-        options |= {"deferred": self._shares_keys, "max_length": self.max_length, "compile": self.compile}
         kind: Any = EvictingHybridLayer if "number_of_states" in options else EvictingLayer
-        return kind(format, policy, budget, **options)
+        return kind(format, policy, budget, deferred=self._shares_keys, max_length=self.max_length, compile=self.compile, **options)
 
     def _swap_layers(self, skip_layers: tuple[int, ...], configs: Sequence[PreTrainedConfig]) -> None:
+        """Puts layers of this library in place of those with full attention."""
         count = len(self.layers)
         for index in skip_layers:
             if not isinstance(index, int) or not -count <= index < count:
                 raise ValueError(f"skip_layers holds {index!r}: the model has layers 0 to {count - 1} (or -1 to -{count} from the end)")
-        exact = {index % count for index in skip_layers}
-        classes = {i: kind for i, layer in enumerate(self.layers) if (kind := CLASSES.get(type(layer)))}
-        full = list(classes)
-        chosen = [i for i in full if i not in exact]
-        format_of = dict(zip(full, self.format.for_layers(len(full)), strict=True))
+        skipped = {index % count for index in skip_layers}
+        full = [i for i, layer in enumerate(self.layers) if type(layer) in CLASSES]
+        chosen = [i for i in full if i not in skipped]
         if self.policy and len(self.policy.budgets) not in (1, len(chosen)):
             raise ValueError(
                 f"{len(self.policy.budgets)} budgets for {len(chosen)} full-attention layers: pass one for all, or one for each"
             )
         if self.policy or self.compile:
-            self._exact = frozenset(exact & set(full))
-        for i in self._exact:
-            self.layers[i] = self._new_exact(classes[i], **_options_of(self.layers[i], self._config))
-        for number, i in enumerate(chosen):
-            if head_dim := head_dim_of(configs[i]):
-                format_of[i].check(head_dim)
-            self.layers[i] = self._new_layer(format_of[i], number, classes[i], **_options_of(self.layers[i], self._config))
+            self._exact = frozenset(skipped.intersection(full))
+        for i, format in zip(full, self.format.for_layers(len(full)), strict=True):
+            kind, states = CLASSES[type(self.layers[i])], _options_of(self.layers[i], self._config)
+            if i in self._exact:
+                self.layers[i] = self._new_exact(kind, **states)
+            elif i in chosen:
+                if head_dim := head_dim_of(configs[i]):
+                    format.check(head_dim)
+                self.layers[i] = self._new_layer(format, chosen.index(i), kind, **states)
         if not chosen:
-            kinds = ", ".join(sorted({_kind(layer) for layer in self.layers}))
+            kinds = ", ".join(sorted({type(layer).__name__ for layer in self.layers}))
             why = (
                 f"skip_layers={skip_layers} contains every full-attention layer"
                 if full
@@ -414,17 +412,11 @@ class CompressedCache(DynamicCache):
         differs. Caches with `max_length` or `compile=True`, whose tensors have fixed addresses, are copied. Raises TypeError or ValueError
         for an `n` that is not a count of 1 or more."""
         check_count("n", n, least=1)
-        return [self._forked() for _ in range(n)]
+        return [copy.deepcopy(self, {id(self.layers): self._forked_layers()}) for _ in range(n)]
 
-    def _forked(self) -> CompressedCache:
-        layers, self.layers = self.layers, []
-        try:
-            twin = copy.deepcopy(self)
-        finally:
-            self.layers = layers
+    def _forked_layers(self) -> list[Any]:
         with torch.inference_mode(False):
-            twin.layers = [layer.fork() if isinstance(layer, CompressedLayer) else copy.deepcopy(layer) for layer in layers]
-        return twin
+            return [layer.fork() if isinstance(layer, CompressedLayer) else copy.deepcopy(layer) for layer in self.layers]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """The mask sizes, as in transformers' Cache. Raises ValueError for a step without tokens, which `generate`
@@ -525,43 +517,15 @@ class CompressedCache(DynamicCache):
         tokens = max((layer.get_seq_length() for layer in self.layers if hasattr(layer, "get_seq_length")), default=0)
         compressed = sum(isinstance(layer, CompressedLayer) and not isinstance(layer.format, formats.Identity) for layer in self.layers)
         evicting = sum(isinstance(layer, EvictingLayer) and i not in self._exact for i, layer in enumerate(self.layers))
-        zones = ", ".join(f"{name}={value}" for name, value in self._layer_options.items())
-        policy = f"policy={self.policy}, " if self.policy else ""
-        budget = "" if self.attention_budget is None else f"attention_budget={self.attention_budget}, "
-        budget += f"attention_rest={self.attention_rest!r}, " if self.attention_rest != "drop" else ""
-        budget += "offload_pages=True, " if self.offload_pages else ""
+        options: dict[str, Any] = {"policy": self.policy, "attention_budget": self.attention_budget}
+        options |= {"attention_rest": self.attention_rest} if self.attention_rest != "drop" else {}
+        options |= {"offload_pages": True} if self.offload_pages else {}
+        shown = "".join(f", {name}={x!r}" for name, x in (options | self._layer_options).items() if x is not None)
         return (
-            f"{type(self).__name__}(format={self.format.name}, {policy}{budget}{zones}, "
+            f"{type(self).__name__}(format={self.format.name}{shown}, "
             f"layers={compressed} of {len(self.layers)} compressed"
             f"{f', {evicting} evicting' * bool(self.policy)}, tokens={tokens}, bytes={memory.total:,}, ratio={memory.ratio:.2f})"
         )
-
-
-_KINDS = {
-    "LinearAttentionAndFull": "attention and a recurrent state in one",
-    "LinearAttentionAnd": "a sliding window and a recurrent state in one",
-    "LinearAttention": "linear attention",
-    "Indexed": "indexed attention",
-    "SlidingWindow": "a sliding window",
-}
-"""Descriptions of transformers' layers by a part of their class name; the first match counts."""
-
-
-def _kind(layer: Any) -> str:
-    name = type(layer).__name__
-    words = next((words for part, words in _KINDS.items() if part in name), None)
-    return name if words is None else f"{words} ({name})"
-
-
-@contextlib.contextmanager
-def _layers_of(config: PreTrainedConfig, fix: str) -> Iterator[None]:
-    """Raises NotImplementedError that names the layers for which transformers has no class."""
-    try:
-        yield
-    except KeyError as unknown:
-        raise NotImplementedError(
-            f"transformers has no such cache for layers of {config.model_type} of type {unknown.args[0]!r}: {fix}"
-        ) from None
 
 
 def _keeps_all(layer: Any) -> bool:
@@ -589,7 +553,7 @@ def _check_crop(layer: Any, tokens_to_remove: int) -> None:
     full = isinstance(layer, DynamicSlidingWindowLayer) and layer.get_seq_length() >= layer.sliding_window
     if recurrent or ((full or hasattr(layer, "conv_states")) and not layer.record_past):
         raise NotImplementedError(
-            f"crop({tokens_to_remove}): {_kind(layer)} holds no earlier state; to go on from a part of a text, let a PrefixStore keep it"
+            f"crop({tokens_to_remove}): {type(layer).__name__} holds no earlier state; to go on from a part of a text, use a PrefixStore"
         )
 
 

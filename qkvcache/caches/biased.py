@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,16 +27,16 @@ class BiasedKeys:
         """Layers whose keys were examined; None after the warning."""
 
     @torch.no_grad()
-    def examine(self, keys: Tensor, layer: int, format: str) -> None:
-        """Examines new keys `[B, H, T, D]` of `layer`; `format` is the name in the warning. Waits for the device, but never in a decode
-        step."""
-        if keys.shape[2] < LEAST or self.examined is None or layer in self.examined:
+    def examine(self, keys: Tensor, index: int, layer: Any) -> None:
+        """Examines new keys `[B, H, T, D]` of the `layer` of this `index`, if its format has `center=False`. Waits for the device."""
+        format: Any = getattr(layer, "format", None)
+        if keys.shape[2] < LEAST or getattr(format, "center", True) or self.examined is None or index in self.examined:
             return
-        self.examined.add(layer)
+        self.examined.add(index)
         if mean_energy(keys[:, :, :MOST]).amax().item() > FAR:
             self.examined = None
             warnings.warn(
-                f"format={format!r}: the means of key channels are far above their spread (layer {layer}), as in models with a bias "
+                f"format={format.name!r}: the means of key channels are far above their spread (layer {index}), as in models with a bias "
                 "on keys (Qwen2 and its family), so that most of each scale serves a constant: pass center=True",
                 stacklevel=3,
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from ..attention.masks import kernel_options, lower_right
+from ..attention.masks import kernel_options
 from ..attention.padding import PlainAttention, await_attention
 from ..attention.projection import OutputProjection
 from ..attention.route import NAME, install
@@ -60,21 +61,14 @@ class Reading:
         layers."""
         at = query.device, query.shape[2]
         if at not in self._masks:
-            self._masks[at] = self._mask(implementation, query)
+            from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # loaded with the model
+
+            tokens, queries = self.is_valid.shape[1], query.shape[2]
+            self._masks[at] = ALL_MASK_ATTENTION_FUNCTIONS[implementation](
+                batch_size=len(query), q_length=queries, kv_length=tokens, q_offset=tokens - queries,
+                attention_mask=self.is_valid.to(query.device) if self.padded else None, dtype=query.dtype, device=query.device,
+            )  # fmt: skip
         return self._masks[at]
-
-    def _mask(self, implementation: str, query: Tensor) -> Any:
-        tokens, queries = self.is_valid.shape[1], query.shape[2]
-        if not self.padded and implementation == "sdpa" and (bias := lower_right(queries, tokens)) is not None:
-            return bias
-        if not self.padded and implementation == NAME:
-            return None
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # loaded with the model
-
-        return ALL_MASK_ATTENTION_FUNCTIONS[implementation](
-            batch_size=len(query), q_length=queries, kv_length=tokens, q_offset=tokens - queries,
-            attention_mask=self.is_valid.to(query.device) if self.padded else None, dtype=query.dtype, device=query.device,
-        )  # fmt: skip
 
 
 class ReadingLayer(DynamicLayer):
@@ -280,16 +274,12 @@ def _reading(
 
 def _watch_inputs(layers: list[ReadingLayer]) -> list[Any]:
     """Passes to each layer the norms of its attention's inputs."""
-    handles = []
-    for layer in layers:
-        if layer.module is not None:
 
-            def before(module: Any, args: tuple, kwargs: dict, layer: ReadingLayer = layer) -> None:
-                states = args[0] if args else kwargs["hidden_states"]
-                layer.inputs = torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32).clamp_min(1e-6)
+    def before(layer: ReadingLayer, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        states = args[0] if args else kwargs["hidden_states"]
+        layer.inputs = torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32).clamp_min(1e-6)
 
-            handles.append(layer.module.register_forward_pre_hook(before, with_kwargs=True))
-    return handles
+    return [x.module.register_forward_pre_hook(partial(before, x), with_kwargs=True) for x in layers if x.module is not None]
 
 
 def _fill(layer: EvictingLayer, read: ReadingLayer, model: PreTrainedModel, is_valid: Tensor | None, weights: Tensor | None) -> None:
