@@ -49,7 +49,7 @@ class Recorded(Prefilled):
         super().__init__(*args, **kwargs)
         self.calls: list[Call] = []
         self._observed: dict[tuple[int, float], dict[int, Tensor | None]] = {}
-        self._read_twice: dict[tuple[int, int, bool], tuple[DynamicCache, dict[int, Any]]] = {}
+        self._read_twice: dict[tuple[int, int], tuple[DynamicCache, dict[int, Any]]] = {}
 
     def observed(self, index: int, policy: Policy) -> Tensor | None:
         """The accumulated attention `[B, H, T]` of a layer under `policy`; computed once for policies that observe alike."""
@@ -61,7 +61,7 @@ class Recorded(Prefilled):
 
     def read_twice(self, policy: KVzip, model: PreTrainedModel, ids: Tensor, tokenizer: Any) -> tuple[DynamicCache, dict[int, Any]]:
         """`caches.compress.read_twice` of `ids` `[B, T]`, once for policies that read alike; a copy that can be taken apart."""
-        key = policy.num_sink_tokens, policy.chunk_size, policy.kvzip_plus_normalization
+        key = policy.num_sink_tokens, policy.chunk_size
         if key not in self._read_twice:
             dense, others = self._read_twice[key] = read_twice(model, policy, ids, torch.ones_like(ids), tokenizer, progress=False)
             for mine, layer in zip(self.layers, dense.layers, strict=True):

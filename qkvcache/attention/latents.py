@@ -35,7 +35,6 @@ from ..kernels.attend_chunked import (
     supports_queries,
 )
 from .compressed_kv import AS_RETURNED, CompressedKV, Form, of_one_update
-from .projection import transposed_weight
 
 ABSORBED_QUERIES = 128
 """The most queries whose attention is absorbed. For more, expanding the latents, block by block, takes fewer operations:
@@ -190,3 +189,16 @@ class ExpandedKV(CompressedKV):
     def weighted(self, weights: Tensor) -> Tensor:
         out = pv(weights.float().flatten(1, 2)[:, None], self.side)
         return self.expansion.projected(out.view(*weights.shape[:3], -1))
+
+
+def transposed_weight(projection: nn.Module, channels: int, device: torch.device | None = None) -> Tensor:
+    """The transposed weight `[channels, outputs]` of a projection of `channels`. That of a layer other than a plain
+    `Linear`, which may be quantized, adapted, offloaded or divided among devices, is computed: its outputs for unit
+    vectors, on `device` or where it has tensors."""
+    weight: Any = getattr(projection, "weight", None)
+    if type(projection) is nn.Linear and type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() and not weight.is_meta:
+        return weight.mT
+    like = next((x for x in (*projection.parameters(), *projection.buffers()) if x.is_floating_point()), None)
+    dtype = torch.float32 if like is None else like.dtype
+    units = torch.eye(channels, dtype=dtype, device=device or (None if like is None else like.device))
+    return projection(units) - projection(torch.zeros_like(units[:1]))

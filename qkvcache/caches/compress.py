@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,6 @@ from transformers.cache_utils import DynamicLayer
 
 from ..attention.masks import kernel_options
 from ..attention.padding import PlainAttention, await_attention
-from ..attention.projection import OutputProjection
 from ..attention.route import NAME, install
 from ..kernels import Pair, sum_attention
 from ..kernels.attend_chunked import ChunkedKV, attend_chunked, supports_queries
@@ -78,23 +76,19 @@ class ReadingLayer(DynamicLayer):
 
     Args:
         sinks: number of first tokens of a row that are in each softmax and get no score.
-        normalized: weights are multiplied by the norm of the value in the output over the norm of the attention's input at the query.
     """
 
     local: Pair | None = None
     """Keys and values that the reading attends to, `[B, H, S + C + R, D]`."""
 
-    def __init__(self, sinks: int, normalized: bool):
+    def __init__(self, sinks: int):
         super().__init__()
-        self.sinks, self.normalized = sinks, normalized
+        self.sinks = sinks
         self.scores: Tensor | None = None
         self.reading: Reading | None = None
         """None while the context is read the first time."""
         self.module: nn.Module | None = None
-        self.query: Tensor | None = None
-        """Queries without tokens, `[B, Hq, 0, D]`: they hold the number of query heads."""
-        self.inputs: Tensor | None = None
-        """Norms of the attention's input at each token of the reading, `[B, R]`, with `normalized`."""
+        """The attention module of this layer; others may share its keys."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if self.reading is None:
@@ -118,12 +112,12 @@ class ReadingLayer(DynamicLayer):
         """Scores the context by the queries of a reading, and attends, or replaces the model's mask, which covers the
         whole context."""
         if self.module is None:
-            self.module, self.query = attention.module, attention.query[:, :, :0].clone()  # a view would keep all queries alive
+            self.module = attention.module
         reading = self.reading
         pair: Pair = self.local or (self.keys, self.values)  # type: ignore[assignment]
         attention, lse = self._attend(attention, pair, reading is not None and reading.padded)
         if reading is not None:
-            if attention.module is self.module:  # other layers may share its keys
+            if attention.module is self.module:
                 self._score(attention, reading, lse)
             if attention.output is None:
                 attention = attention._replace(mask=reading.mask(attention.implementation, attention.query))
@@ -141,31 +135,21 @@ class ReadingLayer(DynamicLayer):
         return attention._replace(output=out.transpose(1, 2).contiguous()), lse
 
     def _score(self, attention: PlainAttention, reading: Reading, lse: Tensor | None) -> None:
-        query, (keys, values) = attention.query, self.local  # type: ignore[misc]
+        query, keys = attention.query, self.local[0]  # type: ignore[index]
         columns, is_valid = reading.columns.to(keys.device), reading.is_valid.to(keys.device)
         heads, count = keys.shape[1], columns.shape[1]
-        observed = is_valid[:, count:].float()
-        if self.normalized:
-            observed = observed / self.inputs.to(keys.device)  # type: ignore[union-attr]
         options = kernel_options(attention.implementation, query, attention.keywords)
         by_query_head = keys.repeat_interleave(query.shape[1] // heads, dim=1)
         known = {"scaling": options["scaling"], "softcap": options["softcap"], "power": NORM, "columns": count, "lse": lse}
-        visible = is_valid if reading.padded else None
-        norms = sum_attention(query, by_query_head, observed, visible, **known).pow_(1 / NORM).unflatten(1, (heads, -1))
-        best = (norms * _factors(attention.module, query, values[:, :, :count]) if self.normalized else norms).amax(2)
+        observed, visible = is_valid[:, count:].float(), is_valid if reading.padded else None
+        norms = sum_attention(query, by_query_head, observed, visible, **known).pow_(1 / NORM)
+        best = norms.unflatten(1, (heads, -1)).amax(2)
         if self.scores is None:
             self.scores = torch.zeros(*self.keys.shape[:3], device=keys.device)  # type: ignore[union-attr]
         repeated = is_valid[:, :count].clone()
         repeated[:, : self.sinks] = False
         best = best.masked_fill(~repeated[:, None], 0)
         self.scores.scatter_reduce_(2, columns[:, None].expand(-1, heads, -1), best, "amax")
-
-
-def _factors(module: nn.Module, query: Tensor, values: Tensor) -> Tensor:
-    """Norms of `values` `[B, H, C, D]` in the output of each query head, fp32 `[B, H, G, C]`."""
-    values = values.float()
-    gram = OutputProjection.of(module, query.shape[1], values.shape[3]).gram.unflatten(0, (values.shape[1], -1))
-    return ((values[:, :, None] @ gram) * values[:, :, None]).sum(-1).clamp_min(0).sqrt()
 
 
 @torch.no_grad()
@@ -207,7 +191,7 @@ def read_twice(
     dense = DynamicCache(config=model.config)
     for i, layer in enumerate(dense.layers):
         if type(layer) is DynamicLayer:
-            dense.layers[i] = ReadingLayer(policy.num_sink_tokens, policy.kvzip_plus_normalization)
+            dense.layers[i] = ReadingLayer(policy.num_sink_tokens)
     order = (mask == 0).int().argsort(dim=-1, stable=True)  # columns of each row's tokens, then padding
     lengths = mask.sum(-1)
     (shortest, longest), sinks = torch.stack(lengths.aminmax()).tolist(), policy.num_sink_tokens
@@ -220,22 +204,17 @@ def read_twice(
     steps = range(min(sinks, longest), longest, policy.chunk_size)
     instructions = [_instruction(tokenizer, later, ids.device) for later in (False, True)]
     readers = [layer for layer in dense.layers if isinstance(layer, ReadingLayer)]
-    handles = _watch_inputs(readers) if policy.kvzip_plus_normalization else []
-    try:
-        for begin in track(steps, "reading the context again", len(steps), progress):
-            end = min(begin + policy.chunk_size, longest)
-            local, tokens, is_valid = _reading(ids, order, lengths, begin, end, shortest < end, sinks, instructions[begin > sinks])
-            for layer in readers:
-                layer.reading = local
-            whole = torch.cat([ids, tokens], dim=1), torch.cat([mask, is_valid.to(mask.dtype)], dim=1)
-            _forward(model, dense, *whole, tokens.shape[1], padded)
-            for i, layer in others.items():
-                dense.layers[i] = copy.deepcopy(layer)
+    for begin in track(steps, "reading the context again", len(steps), progress):
+        end = min(begin + policy.chunk_size, longest)
+        local, tokens, is_valid = _reading(ids, order, lengths, begin, end, shortest < end, sinks, instructions[begin > sinks])
         for layer in readers:
-            layer.reading = layer.local = None
-    finally:
-        for handle in handles:
-            handle.remove()
+            layer.reading = local
+        whole = torch.cat([ids, tokens], dim=1), torch.cat([mask, is_valid.to(mask.dtype)], dim=1)
+        _forward(model, dense, *whole, tokens.shape[1], padded)
+        for i, layer in others.items():
+            dense.layers[i] = copy.deepcopy(layer)
+    for layer in readers:
+        layer.reading = layer.local = None
     return dense, others
 
 
@@ -272,16 +251,6 @@ def _reading(
     return Reading(columns, attended, padded), tokens, is_valid
 
 
-def _watch_inputs(layers: list[ReadingLayer]) -> list[Any]:
-    """Passes to each layer the norms of its attention's inputs."""
-
-    def before(layer: ReadingLayer, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        states = args[0] if args else kwargs["hidden_states"]
-        layer.inputs = torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32).clamp_min(1e-6)
-
-    return [x.module.register_forward_pre_hook(partial(before, x), with_kwargs=True) for x in layers if x.module is not None]
-
-
 def _fill(layer: EvictingLayer, read: ReadingLayer, model: PreTrainedModel, is_valid: Tensor | None, weights: Tensor | None) -> None:
     """Fills `layer` with the context and the scores of `read`, as attention would, and sets the `weights` of its heads
     in the budget."""
@@ -292,7 +261,7 @@ def _fill(layer: EvictingLayer, read: ReadingLayer, model: PreTrainedModel, is_v
         )
     layer.read_twice = True
     layer.update(keys, values)
-    layer.begin_attention(is_valid, read.query)
+    layer.begin_attention(is_valid)
     if weights is not None and layer.storage is not None:
         layer.storage.metadata.head_weights = weights.to(keys.device)
     if not layer.policy.second_reading:  # a layer that evicts nothing

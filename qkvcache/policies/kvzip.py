@@ -37,15 +37,12 @@ class KVzip(Policy):
     layer share its budget.
 
     Args:
-        kvzip_plus_normalization: whether a weight is multiplied by the norm of the token's value in the layer's output
-            and divided by the norm of the attention's input at the query (KVzip+).
         chunk_size: tokens that are repeated at a time.
         alpha_safeguard: share of the budget that each head is guaranteed, as `AdaKV` takes it; None: each head has its
             budget to itself, which `max_length` and budgets by head need.
         layerwise: each layer has its budget to itself. Without it, layers share theirs, if heads do (`alpha_safeguard`).
     """
 
-    kvzip_plus_normalization: bool = False
     chunk_size: int = 2048
     recent: int | float = 64
     alpha_safeguard: float | None = 0.2
@@ -57,8 +54,6 @@ class KVzip(Policy):
     def __post_init__(self) -> None:
         check_count("chunk_size", self.chunk_size, 1)
         super().__post_init__()
-        if self.kvzip_plus_normalization and self.value_norm:
-            raise ValueError("kvzip_plus_normalization=True has the length of values in its scores: leave out value_norm")
 
     def score(self, tokens: Arrivals) -> Tensor:
         keys = tokens.keys

@@ -11,7 +11,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from qkvcache import CompressedCache, PrefixStore, attention
 from qkvcache.attention import latents
-from qkvcache.attention.projection import transposed_weight
+from qkvcache.attention.latents import transposed_weight
 from tests import matrix
 from tests.reference import MODES, ZONES, Mode, assert_close, count_decoded_layers, decoded, forward, prompt, run, steps
 from tests.seeds import SEED

@@ -71,15 +71,13 @@ def oracle(network, ids, policy, tokenizer) -> list[torch.Tensor]:
             attention = layer.self_attn
             query = attention.q_proj(states).view(1, states.shape[1], 4, 32).transpose(1, 2)
             query, _ = apply_rotary_pos_emb(query, query, *rotation)
-            keys, values = cache.layers[number].keys[0], cache.layers[number].values[0]
+            keys = cache.layers[number].keys[0]
             for head in range(4):
-                rows, cubes = attention.o_proj.weight.T[head * 32 : (head + 1) * 32], dict.fromkeys(chunk, 0.0)
+                cubes = dict.fromkeys(chunk, 0.0)
                 for place in range(length, length + reading.shape[1]):
                     columns = [*range(sinks), *chunk, *range(length, place + 1)]
                     weights = (query[0, head, place] @ keys[head // 2, columns].T / 32**0.5).softmax(-1)
                     for column, weight in zip(columns, weights.tolist(), strict=True):
-                        if policy.kvzip_plus_normalization and column in chunk:
-                            weight *= float((values[head // 2, column] @ rows).norm() / states[0, place].norm())
                         if column in chunk:
                             cubes[column] += weight**3
                 for column in chunk:
@@ -87,9 +85,9 @@ def oracle(network, ids, policy, tokenizer) -> list[torch.Tensor]:
     return scores
 
 
-@pytest.mark.parametrize(("normalized", "tokenizer"), [(False, Words()), (True, Words()), (False, None)])
-def test_those_with_the_largest_attention_are_kept(normalized, tokenizer):
-    network, policy = model("llama"), kvzip(kvzip_plus_normalization=normalized)
+@pytest.mark.parametrize("tokenizer", [Words(), None])
+def test_those_with_the_largest_attention_are_kept(tokenizer):
+    network, policy = model("llama"), kvzip()
     ids = text(1)
     cache = compressed(network, ids, policy, tokenizer)
     for number, scores in enumerate(oracle(network, ids, policy, tokenizer)):
@@ -271,8 +269,6 @@ def test_what_is_refused():
         CompressedCache(network.config, policy="h2o").compress(network, ids)
     with pytest.raises(ValueError, match="needs the config"):
         CompressedCache(policy=kvzip())
-    with pytest.raises(ValueError, match="kvzip_plus_normalization=True"):
-        kvzip(kvzip_plus_normalization=True, value_norm=True)
 
 
 class Keys(TorchFunctionMode):

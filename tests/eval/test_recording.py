@@ -70,7 +70,7 @@ def test_bytes_are_those_of_sixteen_bit(loaded, ids, recorded, policy):
     assert filled.nbytes == run.nbytes
 
 
-@pytest.mark.parametrize("options", [{}, *slowly([{"kvzip_plus_normalization": True}, {"layerwise": True}], [])], ids=str)
+@pytest.mark.parametrize("options", [{}, *slowly([{"layerwise": True}], [])], ids=str)
 def test_a_second_reading_fills_several_caches_as_compress_does(loaded, ids, options):
     model, tokenizer = loaded
     recorded, _ = record(model, ids)

@@ -85,7 +85,6 @@ WRONG = [
     *[(kind, {"value_norm": True}, ValueError, f"{kind.__name__} are not attention") for kind in (KeyDiff, Knorm, Random, SinkWindow)],
     (KVzip, {"alpha_safeguard": 1.5}, ValueError, "alpha_safeguard=1.5"),
     (KVzip, {"budget": Budget(64, heads=(1.0,))}, ValueError, "alpha_safeguard=0.2 with Budget.heads"),
-    (KVzip, {"kvzip_plus_normalization": True, "value_norm": True}, ValueError, "leave out value_norm"),
     (Custom, {"function": 3}, TypeError, "3"),
     (Custom, {}, TypeError, "function"),
 ]  # fmt: skip
