@@ -4,8 +4,7 @@
 neither, and its eager function allocates the scores of all queries at once.
 
 `varlen_attention` is causal attention of sequences of different lengths that lie one after another, in one launch where
-torch has flash attention. `scaled_dot_product_attention` takes one sequence at a time. Where it prefers cuDNN (Hopper,
-torch with CUDA 13), it prepares a plan for each new length, which takes a tenth of a second.
+torch has flash attention; cuDNN would prepare a plan for each new length, which takes a tenth of a second.
 """
 
 from __future__ import annotations

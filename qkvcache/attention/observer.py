@@ -2,14 +2,11 @@
 
 transformers builds masks by column, but an evicting layer stores tokens in slots, in a different order in each head.
 Only the running step's columns of the model's mask are used: they show which new tokens are padding. The layer knows
-the padding among its stored tokens. While nothing has been evicted and columns are in token order, the model's own mask
-and attention function are used unchanged. The attention weights of a prompt are causal, even if the user's mask lets
-tokens attend to later ones.
+the padding among its stored tokens. While columns are in token order, the model's own mask and attention function are
+used unchanged.
 
-Attention to stored tokens runs as in layers that keep everything: on the codes, or on dequantized chunks; both also
-return the weights that the policy needs. Three cases run the model's own function: eager attention, whose matmuls run
-on the codes, and, on the dequantized layer, dropout and many queries under a mask that is not just causality and
-padding.
+Attention runs as in layers that keep everything (`route.py`), and returns the weights that the policy needs. Those of a
+prompt are causal, even if the user's mask lets tokens attend to later ones.
 """
 
 from __future__ import annotations

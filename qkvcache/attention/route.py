@@ -1,7 +1,7 @@
 """The entry into transformers models: `install` wraps what `AttentionInterface.get_interface` returns, once.
 
-Constructing a cache calls `install`; importing the library changes nothing. Attention on plain tensors costs half a microsecond more. The
-wrapper gets the query, the keys and values (`CompressedKV`), the mask and the model's keywords:
+The first cache calls `install`; importing the library changes nothing. `route` gets the query, keys and values (`CompressedKV`), the mask
+and the model's keywords:
 
     sdpa, flash, flex, qkvcache   few queries attend on the codes; many attend on the codes in tiles or, if there is no
                                   kernel or cuDNN is faster, on chunks of the past that are dequantized one at a time.
@@ -9,9 +9,6 @@ wrapper gets the query, the keys and values (`CompressedKV`), the mask and the m
                                   padding, and for softcap under flash and flex, whose kernels have it
     eager, and those that users   the function itself, which may have semantics of its own; its two matmuls, or torch's
     register                      `scaled_dot_product_attention`, run on the codes (`compressed_kv.py`)
-
-Attention runs on the codes only for the objects that `update` returned. If a model changes its keys or values after
-`update`, the function gets them dequantized; layers that evict tokens refuse it.
 
 Layers that evict tokens observe their attention in every implementation (`observer.py`). Models whose softcap or attention sinks tie them
 to eager can opt in with `model.set_attn_implementation("qkvcache")`.
@@ -43,16 +40,13 @@ if TYPE_CHECKING:
 
 NAME = "qkvcache"
 MAX_QUERIES = 16
-"""The most queries for which torch attends on the codes. It allocates the fp32 scores of all queries; those of more
-queries would exceed a dequantized layer."""
+"""The most queries for which torch attends on the codes: the scores of more, in fp32, would exceed a dequantized layer."""
 MAX_FUSED_ROWS = 384
-"""The most rows, queries times query heads of a KV head, for the decode kernel. Measured, dequantizing is faster beyond
-400 (`eval/bench_kernels.py`, "chunk"). `kernels/fused.py` has the limits of the kernel for many rows."""
+"""The most rows, queries times query heads of a KV head, for the decode kernel: beyond 400 dequantizing is faster (`eval/bench_kernels.py`,
+"chunk")."""
 MOST_TILE_ROWS = 1024
-"""The most query rows of a KV head for which the kernel for many rows is always chosen: on an H100 it takes 28 % less
-time than dequantizing chunks for cuDNN with one sequence, and 10 % more with eight. For more rows cuDNN is faster once
-it has plans (`kernels/attend_chunked.py`); flash attention on chunks is slower up to 2,048 new tokens
-(`eval/results/past.jsonl`, "attention by kernel")."""
+"""The most query rows of a KV head for which the kernel for many rows is always chosen. For more, chunks are faster once cuDNN has plans
+(`kernels/attend_chunked.py`; `eval/results/past.jsonl`, "attention by kernel")."""
 
 STANDARD = ("sdpa", "flex_attention", NAME)
 """Attention implementations that kernels of this library may replace, beside those with `flash` in their name."""
