@@ -71,25 +71,20 @@ class BlockLayout:
     @property
     def nbytes(self) -> int:
         """Bytes of a page and its exact tokens."""
-        exact = 2 * self.heads * self.num_sink_tokens * self.head_dim * self.dtype.itemsize
-        return aligned(self.page.nbytes + exact, PAGE_ALIGNMENT)
+        return aligned(self.page.nbytes + self._nbytes_of(self.num_sink_tokens), PAGE_ALIGNMENT)
 
     def ring_bytes(self, residual_length: int) -> int:
         """Bytes of the last `residual_length` tokens of a request, and of the new one, in the model's dtype."""
-        return 2 * self.heads * (residual_length + 1) * self.head_dim * self.dtype.itemsize
+        return self._nbytes_of(residual_length + 1)
+
+    def _nbytes_of(self, tokens: int) -> int:
+        return 2 * self.heads * tokens * self.head_dim * self.dtype.itemsize
 
     def views(self, pool: Tensor, page: int, pages_per_block: int) -> tuple[tuple[Codes, Codes], Pair]:
         """Views of page number `page` of all `N` blocks of `pool`, uint8 `[bytes]`: planes `[N, H', PAGE, width]` of
         keys and of values, and the exact first tokens `[N, H, S, D]` of both."""
-        step, begin, size = self.nbytes * pages_per_block, page * self.nbytes, self.dtype.itemsize
-        blocks, count = pool.numel() // step, self.num_sink_tokens * self.head_dim
-        strides = step // size, count, self.head_dim, 1
-        key, value = (
-            pool.view(self.dtype).as_strided(
-                (blocks, self.heads, self.num_sink_tokens, self.head_dim),
-                strides,
-                (begin + self.page.nbytes) // size + side * self.heads * count,
-            )
-            for side in (0, 1)
-        )
-        return self.page.views(pool, blocks, step=step, begin=begin), (key, value)
+        step, begin = self.nbytes * pages_per_block, page * self.nbytes
+        first, shape = begin + self.page.nbytes, (2, self.heads, self.num_sink_tokens, self.head_dim)
+        blocks = pool.view(-1, step)
+        key, value = blocks[:, first : first + self._nbytes_of(self.num_sink_tokens)].view(self.dtype).unflatten(1, shape).unbind(1)
+        return self.page.views(pool, len(blocks), step=step, begin=begin), (key, value)

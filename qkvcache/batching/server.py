@@ -127,11 +127,8 @@ class Server(Serve):
             RuntimeError: the thread of continuous batching has died.
         """
         try:
-            found = self.metrics()
-            if found:
+            if found := self.metrics():
                 Console(stderr=True).print(pool_line(found), highlight=False)
-            if self._interval > 0 and found:
-                threading.Thread(target=self._print_metrics, name="metrics", daemon=True).start()
             threading.Thread(target=self._watch, name="watch", daemon=True).start()
             self.server.run()
             if self._died:
@@ -244,30 +241,26 @@ class Server(Serve):
         self.server.handle_exit = self.stop  # type: ignore[method-assign, assignment]
 
     def _watch(self) -> None:
-        """Ends a server that is stopping, or whose thread of continuous batching has died, once no request runs or the
-        grace period is over."""
-        until = None
+        """Ends a server that is stopping, or whose thread of continuous batching has died, once no request runs or the grace period is
+        over. Prints a line for every interval in which tokens were generated or requests changed."""
+        console, until, printed, before = Console(stderr=True), None, time.monotonic(), self.metrics()
         while not self._closed.wait(0.1):
+            now = time.monotonic()
             if not self.alive:
                 self._died = self.stopping = True
             if self.stopping:
-                until = time.monotonic() + self._grace if until is None else until
-                if time.monotonic() >= until:
+                until = now + self._grace if until is None else until
+                if now >= until:
                     for exchange in list(self.exchanges):
                         exchange.loop.call_soon_threadsafe(exchange.end, api.stopping())
                 if not self.exchanges:
                     self.server.should_exit = True
-
-    def _print_metrics(self) -> None:
-        """Prints a line for every interval in which tokens were generated or requests changed."""
-        console, before, at = Console(stderr=True), self.metrics(), time.perf_counter()
-        while not self._closed.wait(self._interval):
-            now, then = self.metrics(), at
-            at = time.perf_counter()
-            if now and now != before:
-                earlier = before.tokens_generated if before and before.tokens_generated <= now.tokens_generated else 0
-                console.print(line(now, (now.tokens_generated - earlier) / (at - then)), highlight=False)
-            before = now
+            if self._interval and now - printed >= self._interval:
+                found = self.metrics()
+                if found and found != before:
+                    earlier = before.tokens_generated if before and before.tokens_generated <= found.tokens_generated else 0
+                    console.print(line(found, (found.tokens_generated - earlier) / (now - printed)), highlight=False)
+                printed, before = now, found
 
 
 class Sequential(GenerateManager):

@@ -66,9 +66,8 @@ def test_shares_are_found_anew_only_where_they_change(monkeypatch):
             ends[batch[0]] = 128
             tables.forget(1 + batch[0])
         if turn % 100 == 80:
-            first, second = batch[:2]
-            lists[first][:1] = lists[second][:1]
-            tables.forget(1 + first)
+            lists[batch[0]][0] = 3 - lists[batch[0]][0]
+            tables.forget(1 + batch[0])
         for i in batch:
             ends[i] += 1
             while len(lists[i]) * PAGES.page_size < ends[i]:
