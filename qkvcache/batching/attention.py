@@ -7,8 +7,7 @@ The tokens of a step attend to each other exactly, and to the past as stored:
                                 fit into the scratch in pieces, whose outputs are merged (`kernels/attend_chunked.py`)
     rows with one new token     the fused kernel over the first tokens, pages and ring
 
-Chunks attend before the new tokens are written, while the ring still holds their past; rows with one token attend
-afterwards.
+Chunks attend before the new tokens are written, while the ring still holds their past; rows with one token attend afterwards.
 """
 
 from __future__ import annotations

@@ -104,33 +104,29 @@ def continuous_batching(
         with continuous_batching(model, format="turboquant_4bit_nc") as batching:
             outputs = model.generate_batch(prompts, max_new_tokens=100)
 
-    Every token is quantized when it is written. Each request also keeps its last tokens in the model's dtype, and its
-    first tokens beside its first block. The tokens of a step attend to each other exactly. Blocks that are shared,
-    forked, or moved to the host and back keep their codes. Of layers with a sliding window, pages hold the tokens of
-    the window, and requests share none, as in transformers.
+    Every token is quantized when it is written. Each request also keeps its last tokens in the model's dtype, and its first tokens beside
+    its first block. The tokens of a step attend to each other exactly. Blocks that are shared, forked, or moved to the host and back keep
+    their codes. Of layers with a sliding window, pages hold the tokens of the window, and requests share none, as in transformers.
 
     Args:
         format: a registry name (`qkvcache.formats.REGISTRY`) or a Format. Its scales must not span tokens.
         residual_length: number of last tokens of each request that attention reads in the model's dtype.
-        num_sink_tokens: number of first tokens of each request that stay in the model's dtype, in layers without a
-            sliding window.
-        attention_budget: as of `CompressedCache`, of each request: tokens, or a share of them, that a step with one new
-            token reads beside the exact ones. Prompts, and layers with a sliding window, read everything. None: all.
+        num_sink_tokens: number of first tokens of each request that stay in the model's dtype, in layers without a sliding window.
+        attention_budget: as of `CompressedCache`, of each request: tokens, or a share of them, that a step with one new token reads beside
+            the exact ones. Prompts, and layers with a sliding window, read everything. None: all.
         attention_rest: as of `CompressedCache`: "drop", or "coarse", which takes a format with upper halves.
         offload_pages: an option of caches, refused here: requests share the pages of one pool on the GPU.
-        statistics: for formats with one mean or scale for all tokens: the `batching.statistics` of an earlier run, or
-            the file that its `save` wrote. None: they come from the first batch of prompts and are frozen for all later
-            requests.
-        store: a store of this model, to which complete pages are written and from which they come back, in this process
-            and in later ones: the next turn of a conversation computes its new tokens alone. None: pages live as long
-            as the pool has room for them.
+        statistics: for formats with one mean or scale for all tokens: the `batching.statistics` of an earlier run, or the file that its
+            `save` wrote. None: they come from the first batch of prompts and are frozen for all later requests.
+        store: a store of this model, to which complete pages are written and from which they come back, in this process and in later ones:
+            the next turn of a conversation computes its new tokens alone. None: pages live as long as the pool has room for them.
 
     Raises:
-        NotImplementedError: a release of transformers that is not supported, models with linear, chunked or latent
-            attention or with attention code of their own, or encoder-decoders; pages in host memory.
-        ValueError: an unknown format or one that cannot hold the model's head_dim; negative sizes; an attention budget
-            that is no number of tokens and no share; a coarse rest without one, or in a format without halves; statistics
-            of another format or model; the store of another model; a model that already batches on compressed pages.
+        NotImplementedError: a release of transformers that is not supported, models with linear, chunked or latent attention or with
+            attention code of their own, or encoder-decoders; pages in host memory.
+        ValueError: an unknown format or one that cannot hold the model's head_dim; negative sizes; an attention budget that is no number of
+            tokens and no share; a coarse rest without one, or in a format without halves; statistics of another format or model; the store
+            of another model; a model that already batches on compressed pages.
         TypeError: `format`, `statistics`, `attention_budget`, `store` or a size of another type.
     """
     if offload_pages:
@@ -209,8 +205,7 @@ def check_config(config: PreTrainedConfig) -> None:
 def check_format(format: Format | FormatByLayer, head_dim: int | None) -> Format:
     """The format, if pages can hold it.
 
-    Raises NotImplementedError for formats by layer, ValueError for a format that cannot hold `head_dim` or whose scales
-    span tokens.
+    Raises NotImplementedError for formats by layer, ValueError for a format that cannot hold `head_dim` or whose scales span tokens.
     """
     if isinstance(format, FormatByLayer):
         raise NotImplementedError(f"format={format.name}: pages of all layers have one format; pass one")

@@ -7,8 +7,6 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 UNSUPPORTED = "unsupported_parameter"
-TEXTS = ("text", "input_text", "output_text")
-"""Types of the message parts that a language model reads."""
 NOTHING: dict[str, list[Any]] = {
     "background": [False],
     "best_of": [1],
@@ -47,21 +45,15 @@ class Refusal(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-class Part(BaseModel, extra="allow"):
-    type: str
-    text: str | None = None
-
-
 class Message(BaseModel, extra="allow"):
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[dict] | None = None
     tool_calls: list[dict] | None = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        parts = self.content if isinstance(self.content, list) else []
-        if any(part.type in TEXTS and part.text is None for part in parts) or (self.content is None and self.tool_calls is None):
-            raise ValueError("a message has a content of text, or parts with a text")
+        if self.content is None and self.tool_calls is None:
+            raise ValueError("a message has a content, or tool_calls")
         return self
 
 

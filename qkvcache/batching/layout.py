@@ -3,9 +3,8 @@
     page    planes of the keys and of the values (`storage/pool.py`), then the exact keys and values of the first tokens `[H, S, D]`
     block   a page for each layer
 
-The exact first tokens of a request are in its first block, so that they are copied, shared and offloaded with it. Layers
-with a sliding window leave their space empty: pages of all layers have the same size, so that transformers' sectors stay
-small.
+The exact first tokens of a request are in its first block, so that they are copied, shared and offloaded with it. Layers with a sliding
+window leave their space empty: pages of all layers have the same size, so that transformers' sectors stay small.
 """
 
 from __future__ import annotations

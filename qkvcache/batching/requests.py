@@ -37,11 +37,10 @@ ASKED: ContextVar[Asked | None] = ContextVar("asked", default=None)
 
 
 def check_prompt(config: PreTrainedConfig, ids: Iterable[int], max_new_tokens: int | None) -> tuple[list[int], int | None]:
-    """The prompt as a list, and the most tokens of its answer: `max_new_tokens`, or those up to the model's last
-    position.
+    """The prompt as a list, and the most tokens of its answer: `max_new_tokens`, or those up to the model's last position.
 
-    Raises TypeError for ids that are not integers. Raises ValueError for an empty prompt (attention would read tokens
-    of other requests), ids outside the vocabulary, prompts beyond the model's positions, and answers without tokens.
+    Raises TypeError for ids that are not integers. Raises ValueError for an empty prompt (attention would read tokens of other requests),
+    ids outside the vocabulary, prompts beyond the model's positions, and answers without tokens.
     """
     try:
         tokens = [operator.index(token) for token in ids]

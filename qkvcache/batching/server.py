@@ -30,9 +30,12 @@ from ..models import folder
 from ..prefix import PrefixStore
 from . import api
 from .context import Batching, continuous_batching
-from .fields import TEXTS, UNSUPPORTED, Chat, Completion, Fields, Refusal, Response
+from .fields import UNSUPPORTED, Chat, Completion, Fields, Refusal, Response
 from .metrics import Metrics, Observed, prometheus
 from .requests import ASKED, Asked, check_prompt
+
+TEXTS = "text", "input_text", "output_text"
+"""Types of the message parts that a language model reads."""
 
 
 class Server(Serve):
@@ -169,7 +172,8 @@ class Server(Serve):
             raise Refusal("tools are not supported: the model's chat template has none", "tools", code=UNSUPPORTED)
         contents = [message.content for message in getattr(fields, "messages", ())]
         parts = [part for content in contents if isinstance(content, list) for part in content]
-        if self._modality == Modality.LLM and any(part.type not in TEXTS for part in parts):
+        texts = (part.get("type") in TEXTS and isinstance(part.get("text"), str) for part in parts)
+        if self._modality == Modality.LLM and not all(texts):
             raise Refusal("messages have parts other than text, which the model does not read", "messages")
 
     def cancel(self, asked: Asked) -> None:

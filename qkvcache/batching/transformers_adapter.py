@@ -21,7 +21,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
-from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -61,8 +61,8 @@ try:
     )
     from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, CachePool, FullAttentionCacheAllocator
     from transformers.generation.continuous_batching.cb_logits_processors import (
-        ContinuousBatchingLogitsProcessor,
         ContinuousBatchingLogitsProcessorList,
+        ContinuousBatchingTopPLogitsWarper,
     )
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager, ContinuousBatchProcessor
     from transformers.generation.continuous_batching.distributed import DistributedHelper
@@ -222,8 +222,7 @@ class CompressedPagedCache(PagedAttentionCache):
     """transformers' paged cache with compressed pages.
 
     Args:
-        max_requests: number of rings; None: as many as the memory allows, up to `max_requests_per_batch`. Never more
-            than blocks.
+        max_requests: number of rings; None: as many as the memory allows, up to `max_requests_per_batch`. Never more than blocks.
     """
 
     def __init__(
@@ -549,55 +548,43 @@ class Requests:
 class Sampling(ContinuousBatchingLogitsProcessorList):
     """The logits processors of a manager whose requests have sampling options of their own; `config` has the defaults.
 
-    A batch leaves out the processors that none of its requests needs: sorting vocabularies for top_p takes long.
+    A batch leaves out what none of its requests needs: sorting vocabularies for top_p takes long.
     """
 
     def __init__(self, config: GenerationConfig):
-        self.default = config
-        stages: list[Any] = [TemperatureLogitsWarper(1.0), TopPLogitsWarper(1.0), Noise()]
-        if config.top_k:
-            stages.insert(1, TopKLogitsWarper(config.top_k))
-        super().__init__(LogitsProcessorList(stages), per_request_processors=True)
-        self.tensors_required = len(stages)
-        self.needed = [False] * len(stages)
-        """Flags, one for each processor: whether the latest batch needs it."""
-
-    def prepare_tensor_args(self, requests_in_batch: list[FutureRequestState], arg_storage: Tensor) -> Tensor:
-        sampled = [
-            request.state.logit_processor_kwargs
-            for request in requests_in_batch
-            if request.has_new_token and request.state.logit_processor_kwargs.get("seed")
-        ]
-        self.needed = [
-            any(arguments[name] != GREEDY[name] for arguments in sampled) if name in GREEDY else bool(sampled)
-            for name in (next(iter(stage.supported_kwargs)) for stage in self.logits_processor)
-        ]
-        return super().prepare_tensor_args(requests_in_batch, arg_storage) if sampled else arg_storage
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:
-        for i, (stage, needed) in enumerate(zip(self.logits_processor, self.needed, strict=True)):
-            if needed:
-                scores = stage(scores, logits_processor_args[i])
-        return scores
-
-
-class Noise(ContinuousBatchingLogitsProcessor):
-    """Adds Gumbel noise to the logits of requests with a seed. Forked requests have different noise."""
-
-    supported_kwargs: dict[str, type] = {"seed": int}
-    ignored_kwargs: tuple[str, ...] = ()
+        super().__init__(LogitsProcessorList())
+        self.supported_keys = {"temperature": float, "top_p": float, "seed": int}
+        self.default, self.tensors_required, self.do_processing = config, len(self.supported_keys), True
+        self._top_k = TopKLogitsWarper(config.top_k) if config.top_k else None
+        self._top_p = ContinuousBatchingTopPLogitsWarper(TopPLogitsWarper(1.0))
+        self.needed = [False] * self.tensors_required
+        """Whether the latest batch needs temperatures, top_p, and noise."""
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:
-        int32_tensor.zero_()
+        int32_tensor.view(torch.float32).copy_(torch.tensor([[1.0], [1.0], [0.0]]))
 
-    def prepare_tensor_args(self, requests_with_new_token: list[FutureRequestState]) -> Tensor:
-        states = [request.state for request in requests_with_new_token]
-        keys = [key(s.logit_processor_kwargs.get("seed", 0), s.position_offset, s.request_id.partition("__child#")[2]) for s in states]
-        return torch.tensor(keys, dtype=torch.int32)
+    def prepare_tensor_args(self, requests_in_batch: list[FutureRequestState], arg_storage: Tensor) -> Tensor:
+        states = [request.state for request in requests_in_batch if request.has_new_token]
+        options = [GREEDY | state.logit_processor_kwargs for state in states]
+        self.needed = [any(given[name] != GREEDY[name] for given in options) for name in self.supported_keys]
+        if any(self.needed):
+            children = [state.request_id.partition("__child#")[2] for state in states]
+            keys = [key(given["seed"], state.position_offset, child) for given, state, child in zip(options, states, children, strict=True)]
+            real = torch.tensor([[given[name] for given in options] for name in ("temperature", "top_p")])
+            arg_storage[:, : len(states)] = torch.stack([*real.view(torch.int32), torch.tensor(keys, dtype=torch.int32)])
+        return arg_storage
 
-    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-        keys = tensor_arg[: scores.shape[0], None]
-        return torch.where(keys == 0, scores, scores + gumbel(keys, scores.shape[1]))
+    def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:
+        temperature, top_p, keys = logits_processor_args[:, : len(scores)]
+        if self.needed[0]:
+            scores = scores / temperature.view(torch.float32)[:, None]
+        if self._top_k is not None and self.needed[2]:
+            scores = self._top_k(None, scores)
+        if self.needed[1]:
+            scores = self._top_p(scores, top_p)
+        if self.needed[2]:  # forked requests have different noise
+            scores = torch.where(keys[:, None] == 0, scores, scores + gumbel(keys[:, None], scores.shape[1]))
+        return scores
 
 
 # A step.
@@ -771,8 +758,7 @@ class CompressedManager(ContinuousBatchingManager):
                 this request, if the config has `per_request_processors`.
 
         Raises:
-            ValueError, TypeError: a prompt that `check_prompt` refuses, or options that the manager does not have;
-                nothing is added.
+            ValueError, TypeError: a prompt that `check_prompt` refuses, or options that the manager does not have; nothing is added.
             MemoryError: prompt and answer can never have all their pages.
             RuntimeError: the manager stops, or has died.
         """

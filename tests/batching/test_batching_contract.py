@@ -41,7 +41,7 @@ if not TOO_OLD:
         requests.RequestState: "is_cpu_offloaded status position_offset initial_tokens generated_tokens _true_initial_tokens request_id "
         "logit_processor_kwargs",
         requests.FutureRequestState: "state query_length has_new_token",
-        ContinuousBatchingLogitsProcessorList: "logits_processor tensors_required",
+        ContinuousBatchingLogitsProcessorList: "supported_keys tensors_required do_processing",
         PagedAttentionMemoryHandler: "num_attention_masks num_groups io_multiplier cb_config available_memory",
         PagedAttentionCache: "cache_tensor cache_allocators layer_to_allocator bytes_per_sector tokens_per_sector max_batch_tokens "
         "num_sectors pool use_prefix_sharing num_blocks max_tokens_read max_decode_fast_path_length max_blocks_per_request "
