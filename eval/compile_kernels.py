@@ -192,7 +192,7 @@ def attention_to_latents(format: str, target: str, rows: int = 128, variant: str
     constants = {name: x for name, x in job.constants.items() if name in names}
     constants |= {"K": dataclasses.replace(job.constants["K"], rotation=0), "V": rope, "P": 64, "v_strides": _strides_of(rope, 64, "bf16")}
     constants |= {"G": rows, "R": launch.rows, "T": launch.tile}
-    constants |= {"TX": launch.exact_tile, "MASK": chosen or job.constants["MASK"] != "none", "ARCH": arch}
+    constants |= {"TX": launch.tile // 2, "MASK": chosen or job.constants["MASK"] != "none", "ARCH": arch}
     constants["CHOSEN"] = int(chosen)
     name = " ".join(filter(None, [f"latents {format}", variant, f"{rows} rows"]))
     options: dict[str, object] = {"num_warps": launch.warps, "num_stages": 1}

@@ -150,14 +150,14 @@ def compile_step(inputs: PagedInputs, query: Tensor, mask: Tensor | None, **opti
         _module("fused").attend_pages(query, inputs, mask, **options)
 
 
-def fuses(query: Tensor, inputs: PagedInputs | None) -> bool:
-    """Whether the fused kernel attends to these inputs. Warns once if kernels are on and it cannot."""
-    if inputs is None or not on_triton(query.device):
+def fuses(module: str, inputs: PagedInputs, query: Tensor, *others: Any) -> bool:
+    """Whether the fused kernel in `module` attends to these inputs. Warns once if kernels are on and it cannot."""
+    if not on_triton(query.device):
         return False
-    if _module("fused").supports(inputs, query):
-        return True
-    _warn_once(_NO_KERNEL.format(query.shape[3], query.dtype))
-    return False
+    supported = _module(module).supports(inputs, query, *others)
+    if not supported:
+        _warn_once(_NO_KERNEL.format(query.shape[3], query.dtype))
+    return supported
 
 
 def attends_in_tiles(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None) -> bool:
@@ -196,7 +196,7 @@ def observe_on_codes(
         raise ValueError("`observed` cannot be combined with storage that counts on the device")
     by_slot = attention_inputs.by_head and (mask is not None or observed is not None)  # while these are by column
     if inputs is not None and not by_slot:
-        kernel = fuses(query, inputs)
+        kernel = fuses("fused", inputs, query)
         if kernel or attention_inputs.by_head:
             out, _, attention_sums = _attend_pages(kernel, query, inputs, mask, observed=observed, **options)
             return out, attention_sums
@@ -211,7 +211,7 @@ def attend_pages(
     query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, **options: Unpack[PageOptions]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attend.attend_pages`, by the fused kernel where there is one."""
-    return _attend_pages(fuses(query, inputs), query, inputs, mask, **options)
+    return _attend_pages(fuses("fused", inputs, query), query, inputs, mask, **options)
 
 
 def _attend_pages(
@@ -241,16 +241,6 @@ def _attend_pages(
     return torch.cat([out.transpose(1, 2) for out in outs], dim=1).transpose(1, 2), torch.cat(lse, dim=2), sums
 
 
-def _fuses_latents(query: Tensor, inputs: PagedInputs, mask: Tensor | None, causal: bool, chosen: int | None) -> bool:
-    """Whether the fused kernel attends to these latents. Warns once if kernels are on and it cannot."""
-    if not on_triton(query.device):
-        return False
-    if _module("triton_attend_latents").supports(inputs, query, mask, causal, chosen):
-        return True
-    _warn_once(_NO_KERNEL.format(query.shape[3], query.dtype))
-    return False
-
-
 def attend_latents(
     query: Tensor,
     attention_inputs: AttentionInputs,
@@ -265,8 +255,8 @@ def attend_latents(
     if torch.compiler.is_compiling() and attention_inputs.compiled:
         rank = attention_inputs.key.shape[3]
         return torch.ops.qkvcache.attend_latents(query, inputs.handle, ORDER[query.device], rank, mask, scaling, causal, chosen)
-    if inputs is not None and _fuses_latents(query, inputs, mask, causal, chosen):
-        return attend_latent_pages(query, inputs, mask, scaling=scaling, causal=causal, chosen=chosen)
+    if inputs is not None and fuses("triton_attend_latents", inputs, query, mask, causal, chosen):
+        return _module("triton_attend_latents").attend_latent_pages(query, inputs, mask, scaling=scaling, causal=causal, chosen=chosen)
     return latents.attend_latents(query, attention_inputs, mask, scaling=scaling, causal=causal)
 
 
@@ -274,7 +264,7 @@ def attend_latent_pages(
     query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, *, scaling: float, causal: bool = False, chosen: int | None = None
 ) -> Tensor:
     """`attend_latents.attend_latent_pages`, by the fused kernel where there is one."""
-    if _fuses_latents(query, inputs, mask, causal, chosen):
+    if fuses("triton_attend_latents", inputs, query, mask, causal, chosen):
         return _module("triton_attend_latents").attend_latent_pages(query, inputs, mask, scaling=scaling, causal=causal, chosen=chosen)
     return latents.attend_latent_pages(query, inputs, mask, scaling=scaling, causal=causal)
 

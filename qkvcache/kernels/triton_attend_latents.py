@@ -12,7 +12,6 @@ Shapes of tiles: T tokens, R query rows, D channels of a latent, P of a rotated 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -22,7 +21,7 @@ from torch import Tensor
 from ..formats.base import Codec, PackedLayout
 from ..formats.rotation import rotation_block
 from .attend_latents import LEAST_SAVED
-from .fused import OF_INPUTS, OF_REDUCE, Arguments, architecture, held, split
+from .fused import OF_INPUTS, OF_REDUCE, Arguments, Launch, architecture, held, split
 from .launch import Launcher
 from .pages import LEAST_SPLIT, SINKS, PagedInputs
 from .segments import layout_of
@@ -184,21 +183,11 @@ def attend_latents_kernel(
     tl.store(sums + entry, l)
 
 
-@dataclass(frozen=True)
-class Launch:
-    """Query rows of a program, tokens of a tile, exact tokens of a tile, and warps."""
-
-    rows: int
-    tile: int
-    exact_tile: int
-    warps: int
-
-
 def launched(arch: int, rows: int) -> Launch:
     """The launch for `rows` query rows, on NVIDIA GPUs of compute capability `arch`; 0: on others, and in the interpreter."""
     if arch // 10 in (9, 10):
-        return Launch(64, 64, 32, 8) if rows > 16 else Launch(16, 64, 32, 4)
-    return Launch(16, 32, 16, 4)
+        return Launch(64, 1, None, 1, 8, 64) if rows > 16 else Launch(64, 1, None, 1, 4, 16)
+    return Launch(32, 1, None, 1, 4, 16)
 
 
 MOST_PARTIAL = 2**28
@@ -257,23 +246,22 @@ def attend_latent_pages(
     scaling: float,
     causal: bool = False,
     chosen: int | None = None,
-    launch: Launch | None = None,
 ) -> Tensor:
     """Run `attend_latents.attend_latent_pages` in one pass over the codes; with `chosen`, the most tokens that a query sees under the mask,
-    over those that it sees. `launch`: for measuring; chosen by GPU otherwise."""
+    over those that it sees."""
     args, (batch, heads, queries, _), device = Arguments.of(inputs), query.shape, query.device
     (sinks, region, ring), rank, rope = inputs.slots, args.constants["D"], args.constants["DV"]
     arch, processors = architecture(device)
     rows, base2, exact, gathers = heads * queries, float(scaling * LOG2E.value), int(sinks + ring > 0), _gathers(inputs, mask, chosen)
-    launch = launch or launched(arch, heads if gathers else rows)
+    launch = launched(arch, heads if gathers else rows)
     most = max(MOST_PARTIAL // (4 * batch * -(-heads // launch.rows) * launch.rows * rank * (exact + 1)), 1)
     if gathers and queries > most:
         parts = zip(query.split(most, 2), mask.split(most, 2), strict=True)  # type: ignore[union-attr]
-        return torch.cat([attend_latent_pages(x, inputs, y, scaling=scaling, chosen=chosen, launch=launch) for x, y in parts], dim=2)
+        return torch.cat([attend_latent_pages(x, inputs, y, scaling=scaling, chosen=chosen) for x, y in parts], dim=2)
     flat = query.reshape(batch * rows, rank + rope)
     flat = flat if flat.stride(-1) == 1 else flat.contiguous()
     turned = _turned(inputs.pages.key, flat[:, :rank])
-    key = "latents", query.shape, mask is None, causal, exact, launch, gathers
+    key = "latents", query.shape, mask is None, causal, exact, gathers, launch
     if key not in args.plans:
         args.plans[key] = LatentPlan(args, *key[1:])
     plan = args.plans[key]
@@ -329,13 +317,13 @@ OF_LATENTS = (
 class LatentPlan:
     """The launches of attention calls of one shape, `[B, Hq, Q, R + P]`."""
 
-    def __init__(self, args: Arguments, shape: torch.Size, unmasked: bool, causal: bool, exact: int, launch: Launch, gathers: bool) -> None:
+    def __init__(self, args: Arguments, shape: torch.Size, unmasked: bool, causal: bool, exact: int, gathers: bool, launch: Launch) -> None:
         (batch, heads, queries, _), device, use = shape, args.empty.device, args.use
         rank, rope, rows, mean = args.constants["D"], args.constants["DV"], heads * queries, args.planes[0][3]
         turned = dataclasses.replace(use.key, rotation=0)  # queries are rotated beforehand
         shared = args.constants | {"G": heads, "R": launch.rows, "EXACT": bool(exact), "queries": queries}
         self.attend = Launcher(
-            attend_latents_kernel, device, OF_LATENTS, OF_INPUTS, **shared | {"K": turned, "TX": launch.exact_tile},
+            attend_latents_kernel, device, OF_LATENTS, OF_INPUTS, **shared | {"K": turned, "TX": launch.tile // 2},
             k_planes=args.planes[0], v_planes=args.planes[1], mean_strides=args.means[0], least=LEAST_SPLIT, P=rope, T=launch.tile,
             MASK=not unmasked, CAUSAL=causal and queries > 1, ARCH=architecture(device)[0], CHOSEN=int(gathers), num_warps=launch.warps,
             num_stages=1,
