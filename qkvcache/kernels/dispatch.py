@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -34,8 +34,6 @@ from .handles import ORDER
 from .pages import AttentionInputs, PagedInputs, Pages, Splits
 from .segments import Exact, KeysOrValues, Packed, Pair, layout_of
 
-P = ParamSpec("P")
-T = TypeVar("T")
 _NO_KERNEL = "no fused attention for head_dim {} in {}: torch operations instead, which are slow"
 BACKENDS = ("torch", "triton")
 _INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
@@ -86,18 +84,6 @@ def _import_kernels() -> None:
 def _hash_triton() -> None:
     if triton_key := getattr(importlib.import_module("triton.runtime.cache"), "triton_key", None):
         triton_key()
-
-
-def _by_kernel(reference: Callable[P, T], module: str, fits: Callable[..., bool]) -> Callable[P, T]:
-    """A function that calls the function of the same name in a module of kernels if `fits` accepts the arguments, else
-    `reference`."""
-
-    @functools.wraps(reference)
-    def chosen(*args: P.args, **kwargs: P.kwargs) -> T:
-        function = getattr(_module(module), reference.__name__) if fits(*args) else reference
-        return function(*args, **kwargs)
-
-    return chosen
 
 
 @functools.cache
@@ -296,16 +282,24 @@ def _dequantizes(pages: Pages, out: Pair) -> bool:
     return pages.by_page and _serve("triton_dequantize", pages.codecs, out)
 
 
-_quantize_into = _by_kernel(paged.quantize_into, "triton_store", lambda pages, x, *_: pages.by_page and quantizes(pages.codecs, x))
-dequantize_pages = _by_kernel(paged.dequantize_pages, "triton_dequantize", lambda pages, out, *_: _dequantizes(pages, out))
-gather_rows = _by_kernel(paged.gather_rows, "triton_gather", lambda inputs, *others: _dequantizes(inputs.pages, others[-1]))
-
-
-@functools.wraps(paged.quantize_into)
 def quantize_into(pages: Pages, x: Pair, slots: Tensor | int, zones: Sequence[tuple[Pair, Tensor]] = ()) -> None:
-    _quantize_into(pages, x, slots, zones)
+    """`pages.quantize_into`, in one launch where there is a kernel, and the same in `pages.index`."""
+    kernels = _module("triton_store") if pages.by_page and quantizes(pages.codecs, x) else paged
+    kernels.quantize_into(pages, x, slots, zones)
     if pages.index is not None and isinstance(slots, int):
         copy_index(pages, x[0].shape[2], slots)
+
+
+def dequantize_pages(pages: Pages, out: Pair, begin: int = 0) -> None:
+    """`pages.dequantize_pages`, in one launch where there is a kernel."""
+    kernels = _module("triton_dequantize") if _dequantizes(pages, out) else paged
+    kernels.dequantize_pages(pages, out, begin)
+
+
+def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], tiles: Tensor, out: Pair) -> None:
+    """`pages.gather_rows`, in one launch where there is a kernel."""
+    kernels = _module("triton_gather") if _dequantizes(inputs.pages, out) else paged
+    kernels.gather_rows(inputs, new, starts, tiles, out)
 
 
 def copy_index(pages: Pages, tokens: int, begin: int | None = None) -> None:
@@ -377,15 +371,11 @@ def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
     return kernels.evict_token(static, order)
 
 
-def _takes(module: str, x: Tensor, *sizes: int) -> bool:
-    """Whether the kernels of `module`, which have neither gradients nor operators of torch, take `x`, with these `sizes`."""
-    differentiated = torch.is_grad_enabled() and x.requires_grad
-    if differentiated or x.is_meta or torch.compiler.is_compiling() or not on_triton(x.device):
-        return False
-    return _module(module).supports(x, *sizes)
-
-
-rotate = _by_kernel(rotating.rotate, "triton_rotate", lambda x, *_: _takes("triton_rotate", x))
+def rotate(x: Tensor, by: Tensor, inv_freq: Tensor, interleaved: bool) -> Tensor:
+    """`rotate.rotate`, in one launch where there is a kernel, which has neither gradients nor an operator of torch."""
+    plain = not (torch.is_grad_enabled() and x.requires_grad) and not x.is_meta and not torch.compiler.is_compiling()
+    kernels = _module("triton_rotate") if plain and on_triton(x.device) and _module("triton_rotate").supports(x) else rotating
+    return kernels.rotate(x, by, inv_freq, interleaved)
 
 
 @functools.wraps(reference.sum_attention)

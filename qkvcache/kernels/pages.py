@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..formats.base import Codec, Codes, affine
 from .handles import give_handle
-from .segments import Exact, KeysOrValues, Packed, Pair, Segment, block_of, layout_of, names
+from .segments import Exact, KeysOrValues, Packed, Pair, Segment, layout_of, names
 
 COLUMNS = BEGIN, SINK_ROW, RING_ROW, SINKS, RING_START, RING_TOKENS, LENGTH, TOKENS = range(8)
 """Columns of `PagedInputs.rows`."""
@@ -577,6 +577,17 @@ def paged_side(inputs: PagedInputs, side: int) -> tuple[KeysOrValues, Tensor]:
         ring = ring.masked_fill(column[:, :, column.shape[2] - ring.shape[2] :] < 0, 0)
     segments: list[Segment] = [Exact(first), *packed, Exact(ring)]
     return KeysOrValues.of(segments, (*ring.shape[:2], sum(inputs.slots), ring.shape[3]), ring.dtype, ring.device), places
+
+
+BLOCK_ELEMENTS = 2**20
+"""Elements that torch quantizes or dequantizes at a time. It bounds temporaries (4 MiB in fp32); on a CPU, smaller
+blocks cost more in calls than they save in cache misses."""
+
+
+def block_of(like: Tensor) -> int:
+    """Tokens of a block of keys or values like `like` `[B, H, T, D]`: a multiple of 64."""
+    batch, heads, _, dim = like.shape
+    return max(BLOCK_ELEMENTS // max(batch * heads * dim, 1) // 64, 1) * 64
 
 
 def _blocks(codec: Codec, codes: Codes, tokens: int, like: Tensor) -> Iterator[Packed]:

@@ -56,16 +56,6 @@ class Packed:
 
 Segment = Exact | Packed
 
-BLOCK_ELEMENTS = 2**20
-"""Elements that torch quantizes or dequantizes at a time. It bounds temporaries (4 MiB in fp32); on a CPU, smaller
-blocks cost more in calls than they save in cache misses."""
-
-
-def block_of(like: Tensor) -> int:
-    """Tokens of a block of keys or values like `like` `[B, H, T, D]`: a multiple of 64."""
-    batch, heads, _, dim = like.shape
-    return max(BLOCK_ELEMENTS // max(batch * heads * dim, 1) // 64, 1) * 64
-
 
 @dataclass(eq=False)
 class KeysOrValues:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ..formats.base import Codec, Codes
 from ..kernels import AttentionBudget, BlockCache, Packed, Pages, Pair, copy_index, on_triton, quantize_into, quantizes
-from ..kernels.pages import BLOCK
-from ..kernels.segments import block_of, join_tokens
+from ..kernels.pages import BLOCK, block_of
+from ..kernels.segments import join_tokens
 from .pool import Numbers, PageLayout, PagePool, Slab, empty_codes, zeros
 
 PAGE = 64

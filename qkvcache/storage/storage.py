@@ -37,8 +37,7 @@ from ..kernels import (
     give_handle,
     launch_of_step,
 )
-from ..kernels.pages import COLUMNS, CONTROL, DROPPED, LENGTH, RING_ROW, ROOM, SINK_ROW, SINKS, TOKENS
-from ..kernels.segments import block_of
+from ..kernels.pages import COLUMNS, CONTROL, DROPPED, LENGTH, RING_ROW, ROOM, SINK_ROW, SINKS, TOKENS, block_of
 from .head_pages import HeadPages
 from .paged import GROUP, PAGE, RowPages
 
