@@ -131,7 +131,7 @@ class Expansion:
         parts, column = [], tokens.before
         for count, codecs, fill in tokens.pieces(size):
             latents, rope = (query.new_empty(batch, 1, count, side.shape[3]) for side in (self.inputs.key, self.inputs.value))
-            fill(latents, rope)
+            fill((latents, rope))
             keys, values = self._expanded(rotate_back(latents, codecs[0]), rotate_back(rope, codecs[1]))
             bias = None if hidden is None else hidden_bias(hidden[:, None, None, column : column + count], query.dtype)
             parts.append(library_attention(query, keys, values, bias, scaling, None))

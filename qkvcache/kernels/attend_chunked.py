@@ -59,8 +59,8 @@ MERGED_PARTS = 8
 layer."""
 
 
-Fill = Callable[[Tensor, Tensor], None]
-"""A function that writes the keys and values of a chunk, rotated as stored, into two tensors `[B, H, T, D]`."""
+Fill = Callable[[Pair], None]
+"""A function that writes the keys and values of a chunk, rotated as stored, into tensors `[B, H, T, D]`."""
 Piece = tuple[int, tuple[Codec, Codec], Fill]
 """A chunk of quantized tokens: their number, the codecs that rotated them, and the function that dequantizes them."""
 Part = tuple[Tensor, Tensor]
@@ -101,12 +101,8 @@ def attend_chunked_pages(
 
 def _pieces_of_pages(pages: Pages, begin: int, end: int, size: int) -> Iterator[Piece]:
     for count in cut(end - begin, [size]):
-        yield count, pages.codecs, functools.partial(_dequantize_pages, pages, begin)
+        yield count, pages.codecs, functools.partial(dequantize_pages, pages, begin=begin)
         begin += count
-
-
-def _dequantize_pages(pages: Pages, begin: int, keys: Tensor, values: Tensor) -> None:
-    dequantize_pages(pages, (keys, values), begin)
 
 
 @dataclass(frozen=True)
@@ -196,7 +192,7 @@ def attend_chunked(
         rotated, factor = rotate(folded, pieces[0][1][0])
         unrotated = scaling * factor
     for count, _, fill in pieces:
-        fill(*scratch[:, :, :, :count])
+        fill((scratch[0, :, :, :count], scratch[1, :, :, :count]))
         under_mask = min(max(masked - column, 0), count)
         counts = [under_mask] * bool(under_mask) + list(cut(count - under_mask, planned))
         for keys, values in zip(*(x[:, :, :count].split(counts, dim=2) for x in scratch), strict=True):
@@ -234,7 +230,7 @@ def attend_chunked(
         column -= count
         keys, values = scratch[:, :, :, :count]
         if i < len(pieces) - 1:  # the last chunk is still there
-            fill(keys, values)
+            fill((keys, values))
         visible, turned = None if hidden is None else ~hidden[..., column : column + count], rotate(query, codecs[0])[0]
         found.append(sum_attention(turned, keys, observed, visible, scaling=unrotated, softcap=softcap, lse=level, causal=False))
     return out, lse, torch.cat([rest[..., :before], *reversed(found)], dim=-1)
@@ -261,12 +257,12 @@ def _pieces_of_blocks(blocks: list[tuple[Packed, Packed]], size: int) -> Iterato
         yield sum(key.tokens for key, _ in chunk), codecs, functools.partial(_dequantize_blocks, chunk)
 
 
-def _dequantize_blocks(chunk: list[tuple[Packed, Packed]], keys: Tensor, values: Tensor) -> None:
+def _dequantize_blocks(chunk: list[tuple[Packed, Packed]], out: Pair) -> None:
     """Dequantizes blocks one after another, in plain torch."""
     at = 0
     for pair in chunk:
-        for packed, out in zip(pair, (keys, values), strict=True):
-            out[:, :, at : at + packed.tokens] = dequantized(packed.codec, packed.codes, out, stored=True)
+        for packed, side in zip(pair, out, strict=True):
+            side[:, :, at : at + packed.tokens] = dequantized(packed.codec, packed.codes, side, stored=True)
         at += pair[0].tokens
 
 

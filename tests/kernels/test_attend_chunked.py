@@ -324,7 +324,7 @@ def test_chunks_are_dequantized_twice_and_the_last_one_once(monkeypatch):
 
     def counted(*args):
         for i, (count, codecs, fill) in enumerate(stock(*args)):
-            yield count, codecs, lambda *out, i=i, fill=fill: filled.append(i) or fill(*out)
+            yield count, codecs, lambda out, i=i, fill=fill: filled.append(i) or fill(out)
 
     monkeypatch.setattr(attend_chunked_module, "_pieces_of_pages", counted)
     held = attention_inputs("int8", 300, 5)
