@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attend import MASKED_BELOW, MASKED_SCORE
-from .pages import BEGIN, BLOCK, SINKS, WHOLE, PagedInputs, Selection
+from .attend import MASKED_BELOW, mask_slots
+from .pages import BEGIN, BLOCK, WHOLE, PagedInputs, Selection
 from .segments import Packed, scores_of_levels
 
 GROUP, SAMPLED = 32, 8
@@ -84,12 +84,9 @@ def coarse_logits(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits.view(batch, query_heads, queries, tokens)
-    if mask is not None:
-        logits = _masked(logits, inputs, mask)
-    if inputs.rows is not None:
-        place, (begin, end) = torch.arange(tokens, device=query.device), (x[:, None, None, None] for x in _range(inputs))
-        logits = logits.masked_fill((place < begin) | (place >= end), MASKED_SCORE)
-    return logits
+    place = torch.arange(tokens, device=query.device)
+    places = torch.where(place < _range(inputs)[1][:, None, None], place, -1)
+    return mask_slots(logits, inputs.twin(exact=False).columns(places), mask, False)
 
 
 def block_weights(logits: Tensor, heads: int) -> Tensor:
@@ -108,19 +105,6 @@ def _range(inputs: PagedInputs) -> tuple[Tensor, Tensor]:
     if inputs.rows is None:
         return table.new_zeros(len(table), dtype=torch.int64), table.new_full((len(table),), tokens, dtype=torch.int64)
     return inputs.rows[:, BEGIN].long(), inputs.pages.lengths.clamp_max(tokens).long()  # type: ignore[union-attr]
-
-
-def _masked(logits: Tensor, inputs: PagedInputs, mask: Tensor) -> Tensor:
-    """`logits` `[B, Hq, Q, T]` of quantized tokens under the caller's mask, whose columns begin with the sinks."""
-    batch, _, _, tokens = logits.shape
-    mask = mask[(None,) * (4 - mask.dim())]
-    column = torch.arange(tokens, device=mask.device).expand(batch, 1, 1, -1)
-    rows = inputs.rows
-    column = column + (inputs.sinks[0].shape[2] if rows is None else (rows[:, SINKS] - rows[:, BEGIN]).long()[:, None, None, None])
-    mask = mask.expand(batch, *mask.shape[1:]).take_along_dim(column.clamp(0, mask.shape[3] - 1), 3)
-    if mask.dtype == torch.bool:
-        return logits.masked_fill(~mask, MASKED_SCORE)
-    return (logits + mask).clamp_min(MASKED_SCORE)
 
 
 def choose_blocks(weights: Tensor, inputs: PagedInputs) -> Selection:
