@@ -22,25 +22,29 @@ from ..formats import Identity
 from ..formats.base import Codec, Format
 from ..formats.int8 import SymmetricInt8
 from ..kernels import AttentionBudget, AttentionInputs, PagedInputs, Pair, compile_step, compiles_step, dense, differ, prepare, step, unfold
-from ..storage import Storage, attention_inputs_of, check_room
+from ..storage import Storage, attention_inputs_of, both, check_room
 
 KeysAndValues = tuple[Tensor | CompressedKV, Tensor | CompressedKV]
 """The result of `update`."""
 
 
-def check_alike(stored: Tensor, given: Tensor, seq_length: Callable[[], int], what: str = "keys") -> None:
-    """Raises ValueError if `given` `[B, H, T, D]` differs from `stored` in anything but `T`. `seq_length()`: tokens
+def check_alike(stored: Pair, given: Pair, seq_length: Callable[[], int]) -> None:
+    """Raises ValueError if keys or values `given` `[B, H, T, D]` differ from those `stored` in anything but `T`. `seq_length()`: tokens
     seen, for the message."""
-    if not differ(stored, given):
-        return
+    for held, new, what in zip(stored, given, ("keys", "values"), strict=True):
+        if differ(held, new):
+            raise ValueError(_difference(held, new, seq_length(), what))
+
+
+def _difference(stored: Tensor, given: Tensor, seq_length: int, what: str) -> str:
     if stored.dtype != given.dtype:
         fix = "cast the model or the inputs (autocast changes what a layer computes in), or call reset() first"
     elif stored.shape[1::2] != given.shape[1::2]:
         fix = "the cache is in use by another model: make a new one from this model's config, or call reset() first"
     else:
         fix = "call batch_repeat_interleave(n) first for beams and samples, or reset() for another batch"
-    raise ValueError(
-        f"the cache has seen {what} [B, H, T, D] = {[*stored.shape[:2], seq_length(), stored.shape[3]]} in {stored.dtype}, got "
+    return (
+        f"the cache has seen {what} [B, H, T, D] = {[*stored.shape[:2], seq_length, stored.shape[3]]} in {stored.dtype}, got "
         f"{list(given.shape)} in {given.dtype}: {fix}"
     )
 
@@ -134,10 +138,6 @@ class CompressedLayer(CacheLayerMixin):
         _ = self.storage  # events cannot be copied
         return self.__dict__
 
-    def __repr__(self) -> str:
-        limit = "" if self.max_length is None else f" of {self.max_length}"
-        return f"{type(self).__name__}({self.format.name}, tokens={self.get_seq_length()}{limit})"
-
     # Tensors that a CUDA graph allocates belong to it, and are overwritten when it is replayed.
     @uncompiled("storage is made outside of compiled code: call cache.early_initialization(...) before")
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -186,29 +186,13 @@ class CompressedLayer(CacheLayerMixin):
         if self.empty:
             return self._prefill(key_states, value_states)
         storage: Storage = self.storage  # type: ignore[assignment]
-        tokens, new = key_states.shape[2], (key_states, value_states)
-        storage.sync_counts()
-        storage.reserve(tokens)
+        new = key_states, value_states
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            detached = key_states.detach(), value_states.detach()
-            if tokens == 1:
-                storage.append(detached)
-                held = storage.dense()
-            else:
-                attention_inputs = storage.attention_inputs_with(storage.exact_with(detached))
-                held = dense(attention_inputs.key), dense(attention_inputs.value)
-                storage.append(detached)
-            # Only the new tokens carry a gradient.
-            key, value = (torch.cat([x[:, :, :-tokens], own], dim=2) for x, own in zip(held, new, strict=True))
+            inputs, tokens = storage.add(both(Tensor.detach, new)), key_states.shape[2]
+            held = both(lambda side: dense(side)[:, :, :-tokens], (inputs.key, inputs.value))
+            key, value = (torch.cat(sides, dim=2) for sides in zip(held, new, strict=True))  # only the new tokens carry a gradient
             return key, value
-        if tokens == 1:
-            storage.append(new)
-            attention_inputs = storage.attention_inputs()
-        else:
-            exact = storage.exact_with(new)
-            attention_inputs = storage.attention_inputs_with(exact)
-            storage.append(new, exact)
-        return self._compressed(attention_inputs)
+        return self._compressed(storage.add(new))
 
     def _compressed(self, inputs: AttentionInputs) -> tuple[CompressedKV, CompressedKV]:
         """The keys and values that `update` returns for attention over `inputs`, with the columns of the model's mask."""
@@ -233,8 +217,7 @@ class CompressedLayer(CacheLayerMixin):
         else:
             self.commit()
         if self.prompt_columns:
-            padding = 0, 0, 0, self.prompt_columns - key_states.shape[2]
-            return F.pad(key_states, padding), F.pad(value_states, padding)
+            return both(lambda x: F.pad(x, (0, 0, 0, self.prompt_columns - x.shape[2])), (key_states, value_states))
         return key_states, value_states
 
     def commit(self) -> None:
@@ -302,19 +285,17 @@ class CompressedLayer(CacheLayerMixin):
     def _check(self, key: Tensor, value: Tensor) -> None:
         if key.shape[:3] != value.shape[:3]:
             raise ValueError(f"keys {tuple(key.shape)} and values {tuple(value.shape)} differ in batch, heads or tokens")
-        for stored, given, what in zip(self._stored_like(), (key, value), ("keys", "values"), strict=False):
-            check_alike(stored, given, self.get_seq_length, what)
+        if stored := self._stored_like():
+            check_alike(stored, (key, value), self.get_seq_length)
 
-    def _stored_like(self) -> tuple[Tensor, ...]:
-        """Stored keys and values `[B, H, T, D]` whose shape, except T, and dtype new ones must match; empty if the
-        layer is empty."""
+    def _stored_like(self) -> Pair | tuple[()]:
+        """Stored keys and values `[B, H, T, D]`, whose shape, except T, and dtype new ones must have; none if the layer is empty."""
         return () if self.empty or self.storage is None else self.storage.residual
 
     @property
     def rows(self) -> int:
         """Rows of the batch; 0 while the layer is empty."""
-        stored = self._stored_like()
-        return stored[0].shape[0] if stored else 0
+        return len(stored[0]) if (stored := self._stored_like()) else 0
 
     # The interface of `generate`.
 
@@ -471,5 +452,4 @@ _NO_DENSE = (
 
 def compressed(inputs: AttentionInputs, columns: int | None, observer: object = None) -> tuple[CompressedKV, CompressedKV]:
     """The keys and values that `update` returns for attention over `inputs`; `observer` observes that attention."""
-    key, value = (CompressedKV(inputs, side, columns, observer=observer) for side in (inputs.key, inputs.value))
-    return key, value
+    return both(lambda side: CompressedKV(inputs, side, columns, observer=observer), (inputs.key, inputs.value))

@@ -86,9 +86,6 @@ class EvictingLayer(CompressedLayer):
         self.read_twice = False
         """Whether the next tokens come with the scores of a second reading."""
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.policy.name}, {self.format.name}, tokens={self.get_seq_length()}, stored={self.stored})"
-
     def make_storage(self, like: Pair) -> EvictingStorage:  # type: ignore[override]
         codecs, in_order = (self.format.key, self.format.value), not self.num_sink_tokens and isinstance(self.format, Identity)
         sizes = self.num_sink_tokens, self.residual_length, self.interval

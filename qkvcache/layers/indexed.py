@@ -12,6 +12,7 @@ from ..attention.uncompiled import uncompiled
 from ..formats import Identity
 from ..formats.base import Codes
 from ..formats.int8 import SymmetricInt8
+from ..storage import selected
 from .compressed import CompressedLayer
 
 POSITIONS = "position_ids"
@@ -123,7 +124,7 @@ class IndexedLayer(CompressedLayer):
         if rows and self.indexer_codes:
             index = torch.tensor(rows, device=next(iter(self.indexer_codes.values())).device)
             fixed = self.max_length is not None and len(rows) == len(next(iter(self.indexer_codes.values())))  # addresses stay
-            self._change_indexer(lambda x: x.copy_(x.index_select(0, index)) if fixed else x.index_select(0, index))
+            self._change_indexer(lambda x: selected(x, index, fixed))
 
     def _move(self, device: torch.device) -> None:
         super()._move(device)

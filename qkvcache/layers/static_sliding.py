@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticSlidingWindowLayer
 
-from ..kernels import differ
+from ..kernels import Pair, differ
 from ..storage import check_room
 from .compressed import check_alike, rows_of
 
@@ -25,7 +25,7 @@ class StaticSlidingLayer(StaticSlidingWindowLayer):
         self.max_length = max_length
 
     @property
-    def stored(self) -> tuple[Tensor, ...]:
+    def stored(self) -> Pair | tuple[()]:
         """Keys and values; empty before storage is allocated."""
         return () if self.keys is None or self.values is None else (self.keys, self.values)
 
@@ -41,9 +41,8 @@ class StaticSlidingLayer(StaticSlidingWindowLayer):
             self.reserve(key_states.shape[2])
             if not self.cumulative_length_int:
                 self.lazy_initialization(key_states, value_states)
-            else:
-                for stored, given, what in zip(self.stored, (key_states, value_states), ("keys", "values"), strict=True):
-                    check_alike(stored, given, lambda: self.cumulative_length_int, what)
+            elif stored := self.stored:
+                check_alike(stored, (key_states, value_states), lambda: self.cumulative_length_int)
         return super().update(key_states, value_states, *args, **kwargs)
 
     def reserve(self, tokens: int) -> None:

@@ -41,7 +41,7 @@ from . import match
 from .entry import CacheTemplate, Checkpoints, Entry
 from .host_memory import THREADS, Blocks, as_bytes
 
-VERSION = 5
+VERSION = 6
 CHUNK = 4096
 """Tokens that share a digest."""
 AHEAD = min(THREADS, 5)

@@ -19,10 +19,8 @@ if its own priority is lowest. `to_dynamic` returns to tensors that grow, for st
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -47,8 +45,9 @@ from ..policies.budget import ONE, Count, share_of, times
 from .eviction import append_and_evict, append_and_share
 from .head_pages import HeadPages
 from .metadata import TokenMetadata, no_tokens
-from .paged import PAGE, RowPages
-from .storage import LayerStorage, attention_inputs_of, sides_of, zeros
+from .paged import RowPages
+from .pool import both
+from .storage import LayerStorage, attention_inputs_of, extended, sides_of
 
 
 @dataclass(eq=False)
@@ -92,7 +91,7 @@ class EvictingStorage(LayerStorage):
         self.num_sink_tokens, self.residual_length, self.interval = num_sink_tokens, residual_length, interval
         self.ordered = in_order
         self.static: StaticLayout | None = None
-        self._start((like[0][:, :, :0].detach().clone(), like[1][:, :, :0].detach().clone()))
+        self._start(both(lambda x: x[:, :, :0].detach().clone(), like))
 
     def _start(self, empty: Pair) -> None:
         self.sinks = self.residual = empty
@@ -186,7 +185,7 @@ class EvictingStorage(LayerStorage):
             self._quantize(leaving)
         # The residual must neither be a tensor of the caller nor keep a larger tensor alive.
         if self.borrowed or any(x.untyped_storage().nbytes() > x.nbytes for x in self.residual):
-            self.residual = self.residual[0].clone(), self.residual[1].clone()
+            self.residual = both(Tensor.clone, self.residual)
 
     def _fill_sinks(self) -> None:
         """Moves the first tokens of each row, padding left out, to the sinks."""
@@ -214,7 +213,7 @@ class EvictingStorage(LayerStorage):
 
     def _drop_oldest(self, count: int) -> None:
         """Removes the first `count` columns of the residual."""
-        self.residual = self.residual[0][:, :, count:], self.residual[1][:, :, count:]
+        self.residual = both(lambda x: x[:, :, count:], self.residual)
         fields = self.metadata.residual
         for name in fields:
             fields[name] = fields[name][..., count:].clone()  # a view would keep the whole tensor alive
@@ -223,14 +222,13 @@ class EvictingStorage(LayerStorage):
         """Moves the columns of the residual without a token to the left of each row."""
         fields, self.rows, self.metadata.has_gaps = self.metadata.residual, None, False
         order = (fields["positions"][:, 0] >= 0).int().argsort(dim=-1, stable=True)
-        self.residual, self.borrowed = (gather_columns(self.residual[0], order), gather_columns(self.residual[1], order)), False
+        self.residual, self.borrowed = both(lambda x: gather_columns(x, order), self.residual), False
         for name in fields:
             fields[name] = gather_columns(fields[name], order)
 
     def _quantize(self, count: int) -> None:
         """Moves the first `count` columns of the residual to the pages, within the budget."""
-        metadata, residual = self.metadata, self.residual
-        leaving = residual[0][:, :, :count], residual[1][:, :, :count]
+        metadata, leaving = self.metadata, both(lambda x: x[:, :, :count], self.residual)
         fields = {name: x[..., :count] for name, x in metadata.residual.items()}
         limit: int = self._region_limit(metadata.columns)
         row_limits: Tensor | None = None
@@ -245,7 +243,7 @@ class EvictingStorage(LayerStorage):
             elif self.budget.heads:
                 of_heads = self._of_heads(seen)
                 if row_limits is None:
-                    least, guaranteed = min(of_heads), _on_device(tuple(of_heads), self.device)[None, :, None]
+                    least, guaranteed = min(of_heads), torch.tensor(of_heads).to(self.device, non_blocking=True)[None, :, None]
                 else:
                     least, guaranteed = 0, torch.cat(of_heads, dim=1)
             else:
@@ -311,10 +309,8 @@ class EvictingStorage(LayerStorage):
             self.rows = torch.empty(len(self.sinks[0]), len(COLUMNS), dtype=torch.int32, device=self.device) if self.tokens.length else None
         else:
             self.tokens.simulate(length, groups)
-        self.sinks, self.residual = zeros(self.sinks, sinks), zeros(self.sinks, residual)
-        metadata = self.metadata
-        metadata.sinks = F.pad(metadata.sinks, (0, sinks))
-        metadata.simulate(self.sinks, query_heads, self.tokens.length, residual)
+        self.sinks, self.residual = extended(self.sinks, sinks), extended(self.residual, residual)
+        self.metadata.simulate(self.sinks, query_heads, sinks, self.tokens.length, residual)
 
     # Steps of one token in the static layout.
 
@@ -359,8 +355,7 @@ class EvictingStorage(LayerStorage):
             tokens.reserve(missing)  # type: ignore[union-attr]
         tokens.length, tokens.static = self.slots, True
         if self.static is None or differ(self.static.ring[0], self.sinks[0]):
-            with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
-                self.static = self._allocate(self.sinks)
+            self.static = self._allocate()
         layout, ring, residual = self.static, self.residual_length + 1, self.residual[0].shape[2]
         if layout.inputs.pages is not tokens.pages:
             layout.attention_inputs = self.static_inputs(layout.inputs.sinks, layout.ring)
@@ -396,23 +391,21 @@ class EvictingStorage(LayerStorage):
 
     def static_inputs(self, sinks: Pair, ring: Pair) -> AttentionInputs:
         """The inputs of attention over all slots, those without a token too."""
-        inputs = attention_inputs_of(sinks, self.tokens, ring)  # type: ignore[arg-type]
-        return inputs if inputs.paged else replace(inputs, paged=PagedInputs(self.tokens.pages, sinks, ring, None, self.slots))
+        paged = PagedInputs(self.tokens.pages, sinks, ring, None, self.slots, launches=self.tokens.launches)
+        return AttentionInputs(*sides_of(sinks, self.tokens, ring), paged)
 
-    def _allocate(self, like: Pair) -> StaticLayout:
-        batch, heads = like[0].shape[:2]
-        device, slots, ring = self.device, self.slots, self.residual_length + 1
+    @torch.inference_mode(False)  # tensors made in inference mode cannot be written outside of it
+    def _allocate(self) -> StaticLayout:
+        def zeros(tokens: int) -> Pair:
+            return both(lambda x: x.new_zeros(*x.shape[:2], tokens, x.shape[3]), self.sinks)
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(batch, *shape, dtype=dtype, device=device)
-
-        sinks, rings = (tuple(zeros(heads, n, x.shape[3], dtype=x.dtype) for x in like) for n in (self.num_sink_tokens, ring))
-        records = {name: zeros(heads, slots + ring, dtype=x.dtype) for name, x in self.metadata.region.items()}
-        row_lengths, columns = zeros(dtype=torch.int64), torch.zeros(1, dtype=torch.int64, device=device)
+        sinks, ring, columns = zeros(self.num_sink_tokens), zeros(self.residual_length + 1), self.slots + self.residual_length + 1
+        records = {name: x.new_zeros(*x.shape[:2], columns) for name, x in self.metadata.region.items()}
+        mask = self.metadata.sinks.new_zeros(len(sinks[0]), self.num_sink_tokens + columns)
+        row_lengths, seen = (torch.zeros(count, dtype=torch.int64, device=self.device) for count in (len(mask), 1))
         statistics = {name: torch.zeros_like(x) for name, x in self.metadata.statistics.items()}
-        mask = zeros(self.num_sink_tokens + slots + ring, dtype=torch.bool)
-        inputs = self.static_inputs(sinks, rings)  # type: ignore[arg-type]
-        return StaticLayout(inputs.paged, records, mask, row_lengths, columns, statistics, inputs)
+        inputs = self.static_inputs(sinks, ring)
+        return StaticLayout(inputs.paged, records, mask, row_lengths, seen, statistics, inputs)
 
     @torch.no_grad()
     def to_dynamic(self) -> None:
@@ -423,7 +416,7 @@ class EvictingStorage(LayerStorage):
         metadata, residual = self.metadata, min(self.residual_length, self.seq_length)
         number = self.static.row_lengths[:, None] - residual + torch.arange(residual, device=self.device)  # type: ignore[union-attr]
         order = number % (self.residual_length + 1)
-        self.residual = gather_columns(self.residual[0], order), gather_columns(self.residual[1], order)
+        self.residual = both(lambda x: gather_columns(x, order), self.residual)
         metadata.residual = {name: gather_columns(x, order) for name, x in metadata.residual.items()}
         metadata.residual["positions"] = metadata.residual["positions"].masked_fill((number < 0)[:, None], -1)
         metadata.columns, metadata.static, self.is_static = self.seq_length, False, False
@@ -439,7 +432,7 @@ class EvictingStorage(LayerStorage):
     def clear(self) -> None:
         """Removes all tokens; keeps the static layout."""
         kept = self.tokens
-        self._start((self.sinks[0][:, :, :0].clone(), self.sinks[1][:, :, :0].clone()))
+        self._start(both(lambda x: x[:, :, :0].clone(), self.sinks))
         if self.static is not None:
             for tensor in self.static.tensors():  # a stale nan would stay a nan under a mask
                 tensor.zero_()
@@ -453,8 +446,7 @@ class EvictingStorage(LayerStorage):
         self.to_dynamic()
         self.tokens.select(rows)
         self.metadata.map(lambda x: x.index_select(0, index))
-        k_sinks, v_sinks, keys, values = (x.index_select(0, index) for x in (*self.sinks, *self.residual))
-        self.sinks, self.residual = (k_sinks, v_sinks), (keys, values)
+        self.sinks, self.residual = (both(lambda x: x.index_select(0, index), zone) for zone in (self.sinks, self.residual))
         if was_static:
             self.to_static()
 
@@ -465,45 +457,30 @@ class EvictingStorage(LayerStorage):
         tokens = self.tokens.fork()
         return copy.deepcopy(self, {id(self.tokens): tokens})
 
-    def move(self, device: torch.device, move: Callable[[Tensor], Tensor]) -> None:
-        raise NotImplementedError("a layer that evicts is not offloaded")
-
     def zones(self) -> tuple[Pair, Pair]:
         return self.sinks, self.residual
 
     def snapshot(self, row: int) -> tuple[dict[str, Tensor], dict[str, int]]:
         tensors, _ = super().snapshot(row)
-        rows = slice(row, row + 1)
-        named = ((name, x[rows]) for name, x in self.metadata.named_tensors())
-        of_pages = self.tokens.named_tensors(row) if isinstance(self.tokens, HeadPages) else ()
-        tensors |= dict(chain(named, of_pages))
-        numbers = {"seen": self.seq_length, "in_order": int(self.in_order), "sinks_full": int(self.sinks_full)}
-        return tensors, numbers | ({"longest": self.tokens.length} if isinstance(self.tokens, HeadPages) else {})
+        tensors |= {name: x[row : row + 1] for name, x in self.metadata.named_tensors()}
+        return tensors, {"seen": self.seq_length, "in_order": int(self.in_order)}
 
-    def metadata_form(self, tensors: dict[str, Tensor], codes: Tensor | None) -> dict[str, Tensor]:
-        metadata, pages_, heads = self.metadata, self.tokens, self.sinks[0].shape[1]
+    def form(self, tensors: dict[str, Tensor], sinks: int, columns: int, residual: int) -> dict[str, Tensor]:
+        metadata, heads = self.metadata, self.sinks[0].shape[1]
         given = [x.shape[1] for name, x in tensors.items() if name.startswith("metadata.statistics.") and x.ndim > 1]
         query_heads = max((count for count in given if count % heads == 0), default=heads)
-        region = 0 if codes is None else codes.shape[2]
-        metadata.simulate(self.sinks, query_heads, region, tensors["key.residual"].shape[2])
-        metadata.sinks = metadata.sinks.new_empty(1, tensors["key.sinks"].shape[2])
+        metadata.simulate(self.sinks, query_heads, sinks, columns, residual)
         if "metadata.head_weights" not in tensors:  # only `compress` sets them
             metadata.head_weights = None
-        of_pages: dict[str, Tensor] = {}
-        if isinstance(pages_, HeadPages):
-            pages = 0 if codes is None else codes.shape[1]
-            of_pages = {f"pages.{name}": x.new_empty(1, pages, PAGE) for name, x in pages_.fields.items()}
-            of_pages["pages.lengths"] = pages_.lengths
-        return dict(metadata.named_tensors()) | of_pages
+        return super().form(tensors, sinks, columns, residual) | dict(metadata.named_tensors())
 
-    def check_counts(self, tensors: dict[str, Tensor], numbers: dict[str, int], seen: int, stored: int) -> None:
-        paged, complete = isinstance(self.tokens, HeadPages), self.in_order and self.num_sink_tokens + stored == seen
-        known = {"seen": seen, "sinks_full": int(seen >= self.num_sink_tokens)}
-        names = known.keys() | {"in_order"} | ({"longest"} if paged else set())
-        if numbers.keys() != names or known.items() - numbers.items() or numbers["in_order"] > complete:
+    def check_counts(self, tensors: dict[str, Tensor], numbers: dict[str, int], seen: int, columns: int, residual: int) -> None:
+        stored = columns + residual
+        complete = self.in_order and self.num_sink_tokens + stored == seen
+        if numbers.keys() != {"seen", "in_order"} or numbers["seen"] != seen or numbers["in_order"] > complete:
             raise ValueError(f"counts {numbers} after {seen} tokens")
         if isinstance(self.tokens, HeadPages):
-            self.tokens.check(tensors, numbers["longest"], seen)
+            self.tokens.check(tensors, seen)
         elif stored > max(seen - self.num_sink_tokens, 0):
             raise ValueError(f"{stored} tokens besides sinks, after {seen} tokens")
         positions = [x for name, x in tensors.items() if name.endswith(".positions") and x.numel()]
@@ -515,10 +492,8 @@ class EvictingStorage(LayerStorage):
         self.sinks, self.residual = ((tensors[f"key.{zone}"], tensors[f"value.{zone}"]) for zone in ("sinks", "residual"))
         self.metadata.load(tensors)
         self.seq_length = self.metadata.columns = numbers["seen"]
-        self.in_order, self.sinks_full = bool(numbers["in_order"]), bool(numbers["sinks_full"])
-        if isinstance(self.tokens, HeadPages):
-            self.tokens.place(tensors, numbers["longest"])
-            self.metadata.ragged = self.tokens.length > 0 and not self.in_order
+        self.in_order, self.sinks_full = bool(numbers["in_order"]), self.seq_length >= self.num_sink_tokens
+        self.metadata.ragged = isinstance(self.tokens, HeadPages) and self.tokens.length > 0 and not self.in_order
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with its role: `exact`, `bookkeeping`, `codes` or `scales`. Some tensors occur twice."""
@@ -530,10 +505,3 @@ class EvictingStorage(LayerStorage):
             yield "bookkeeping", self.rows
         if layout is not None:
             yield from (("bookkeeping", x) for x in layout.tensors())
-
-
-@functools.lru_cache(maxsize=256)
-def _on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """The values as int64 `[H]` on `device`, cached: copying them each time would make the host wait for the device."""
-    with torch.inference_mode(False):
-        return torch.tensor(values, device=device)

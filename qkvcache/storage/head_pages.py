@@ -19,7 +19,7 @@ from ..formats.base import Codec, Codes
 from ..kernels import Packed, Pair
 from ..policies.ranking import first_of
 from .paged import PAGE, PagedTokens
-from .pool import Numbers, PageLayout, empty_codes
+from .pool import Numbers, PageLayout, both
 
 
 class HeadPages(PagedTokens):
@@ -82,7 +82,6 @@ class HeadPages(PagedTokens):
             fields: the metadata of the stored and then of the new tokens, `[B, H, L + N]` each.
             most: the most tokens of a row over all heads, an int or an int64 scalar.
         """
-        self._dirty.clear()  # `fields` has all
         self.own(0, self.numbers.shape[-1])
         stored, chosen = kept.shape[-1], torch.cat([kept, accepted], dim=-1)
         lengths = chosen.sum(-1, dtype=torch.int32)
@@ -103,8 +102,7 @@ class HeadPages(PagedTokens):
             self.store(new, into)
         source = F.pad(source, (0, self.columns - longest), value=-1)
         empty, source = source < 0, source.clamp_min(0)
-        for name, x in fields.items() if longest else ():
-            self.write(name, x.gather(-1, source).masked_fill(empty, _nothing(name)))
+        self._dirty = {name: x.gather(-1, source).masked_fill(empty, _nothing(name)) for name, x in fields.items()} if longest else {}
         self._flush()
 
     def _slots(self, row: Tensor, head: Tensor, place: Tensor) -> Tensor:
@@ -159,12 +157,12 @@ class HeadPages(PagedTokens):
         self.numbers = numbers[..., :width].copy()
         self.bind()
 
-    def packed(self, side: int, limit: int) -> Iterator[Packed]:
-        """Blocks, of at most `limit` tokens of each head, of the keys (0) or values (1) stored at the time of the call;
-        zeros beyond a head's length."""
-        pages, codec, dim, length = self.pages, self.codecs[side], self.dims[side], self.length
+    def packed(self, side: int, limit: int, length: int | None = None) -> Iterator[Packed]:
+        """Blocks, of at most `limit` of the first `length` tokens of each head (None: of all), of the keys (0) or values (1); zeros beyond
+        a head's length."""
+        pages, length = self.pages, self.length if length is None else length
         parts = ((begin, min(limit, length - begin)) for begin in range(0, length, limit))
-        return (Packed(codec, pages.gather(side, tokens, begin)[0], tokens, dim) for begin, tokens in parts)
+        return (Packed(self.codecs[side], pages.gather(side, tokens, begin)[0], tokens, self.dims[side]) for begin, tokens in parts)
 
     def select(self, rows: Sequence[int]) -> None:
         self._flush()
@@ -175,13 +173,11 @@ class HeadPages(PagedTokens):
         index = torch.from_numpy(numpy.append(numbers, -1)).to(self.pool.device)  # the last one has no tokens
         self.fields = {name: x[index] for name, x in self.fields.items()}
 
-    def own(self, begin: int, used: int) -> None:
-        before = self.numbers.copy()
-        super().own(begin, used)
-        if (changed := self.numbers != before).any():
-            old, new = (torch.from_numpy(x[changed]).to(self.pool.device) for x in (before, self.numbers))
-            for x in self.fields.values():
-                x[new] = x[old]
+    def _copy(self, source: Numbers, target: Numbers) -> None:
+        super()._copy(source, target)
+        old, new = (torch.from_numpy(x).to(self.pool.device) for x in (source, target))
+        for x in self.fields.values():
+            x[new] = x[old]
 
     def fork(self) -> HeadPages:
         self._flush()
@@ -189,61 +185,48 @@ class HeadPages(PagedTokens):
         twin.fields, twin._dirty = {name: x.clone() for name, x in self.fields.items()}, {}
         return twin
 
-    def snapshot(self, row: int) -> tuple[Codes, Codes]:
-        """A copy of the pages of one row, `[1, P, PAGE, width]` for each buffer."""
-        numbers = self._pages_of(row)[None]
-        key, value = ({name: x.view(1, -1, PAGE, x.shape[3]) for name, x in self.pool.read(side, numbers).items()} for side in (0, 1))
-        return key, value
-
-    def form(self, codes: Tensor) -> tuple[Codes, Codes]:
-        """Empty codes for one row, with the number of pages of the `codes` of a snapshot."""
-        key, value = (
-            {name: x.expand(1, codes.shape[1], -1, -1) for name, x in side.items()} for side in empty_codes(self.pool.layout, 1, PAGE)
-        )
-        return key, value
-
-    def load(self, codes: tuple[Codes, Codes], statistics: tuple[Codes, Codes]) -> None:
-        """Copies the codes of a `snapshot`, and its `statistics` if any. `place` sets the tokens' pages."""
-        if codes[0]:
-            numbers = self.pool.allocate(next(iter(codes[0].values())).shape[1], 1)[None, :, 0]
-            self.bind()
-            for side, given in enumerate(codes):
-                self.pool.write(side, numbers, {name: x.reshape(1, 1, -1, x.shape[3]) for name, x in given.items()})
-        self.load_statistics(statistics)
-
     def _pages_of(self, row: int) -> Numbers:
         """The pages of one row in the order of the table."""
         return self.numbers[row][self.numbers[row] >= 0]
 
-    def named_tensors(self, row: int) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of one row's snapshot except codes and statistics, `[1, ...]` each, with their names."""
+    def snapshot(self, row: int) -> dict[str, Tensor]:
+        """`PagedTokens.snapshot`, whose columns are those of all pages, with `pages.lengths` and the fields `[1, P, PAGE]`."""
         self._flush()
         taken = torch.from_numpy(self._pages_of(row)).to(self.index.device)
-        yield "pages.lengths", self.lengths[row : row + 1]
-        yield from ((f"pages.{name}", x[taken][None]) for name, x in self.fields.items())
+        fields = {f"pages.{name}": x[taken][None] for name, x in self.fields.items()}
+        return super().snapshot(row) | fields | {"pages.lengths": self.lengths[row : row + 1]}
 
-    def place(self, tensors: dict[str, Tensor], length: int) -> None:
-        """Sets `length` and the `named_tensors` of a row whose codes have been loaded."""
-        self.lengths, self.length = tensors["pages.lengths"], length
-        wanted = -(-self.lengths.cpu().numpy().astype(numpy.int64)[..., None] // PAGE)
-        used = numpy.arange(-(-length // PAGE)) < wanted
-        self.numbers = numpy.where(used, used.ravel().cumsum().reshape(used.shape) - 1, -1)
-        for name in self.fields:
-            self.fields[name] = _with_empty_page(tensors[f"pages.{name}"][0], name)
+    def _codes_of(self, row: int) -> tuple[Codes, Codes]:
+        numbers = self._pages_of(row)
+        if not len(numbers):
+            return {}, {}
+        return both(lambda side: {name: x.flatten(0, 2)[None, None] for name, x in self.pool.read(side, numbers).items()}, (0, 1))
+
+    def form(self, columns: int) -> dict[str, Tensor]:
+        pages = columns // PAGE
+        fields = {f"pages.{name}": x.new_empty(1, pages, PAGE) for name, x in self.fields.items()}
+        return super().form(pages * PAGE) | fields | {"pages.lengths": self.lengths}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        self.lengths = tensors["pages.lengths"]
+        counts = self.lengths.cpu().numpy().astype(numpy.int64)[..., None]
+        self.length = int(counts.max())
+        used = numpy.arange(-(-self.length // PAGE)) < -(-counts // PAGE)
+        self.numbers = numpy.full(used.shape, -1)
+        self.numbers[used] = self.pool.allocate(1, int(used.sum()))[0]
+        self.fields = {name: _with_empty_page(tensors[f"pages.{name}"][0], name) for name in self.fields}
         self.bind()
+        super().load(tensors)
 
-    def check(self, tensors: dict[str, Tensor], length: int, seen: int) -> None:
-        """Raises ValueError unless `length` and these tensors, of the form of `named_tensors`, are valid for
-        `place`."""
+    def _load_codes(self, codes: tuple[Codes, Codes]) -> None:
+        for side, given in enumerate(codes):
+            self.pool.write_row(side, self._pages_of(0), given)
+
+    def check(self, tensors: dict[str, Tensor], seen: int) -> None:
+        """Raises ValueError unless the lengths in a snapshot after `seen` tokens are those of its pages."""
         lengths, pages = tensors["pages.lengths"], tensors["pages.positions"].shape[1]
-        if lengths.min() < 0 or not lengths.max() <= length <= seen or ((lengths + PAGE - 1) // PAGE).sum() != pages:
-            raise ValueError(f"{pages} pages for heads of {lengths.tolist()} tokens, the longest of {length}, after {seen} tokens")
-
-    def move(self, device: torch.device, move: Callable[[Tensor], Tensor]) -> None:
-        self._flush()
-        super().move(device, move)
-        self.lengths, self.fields = move(self.lengths), {name: move(x) for name, x in self.fields.items()}
-        self.bind()
+        if lengths.min() < 0 or lengths.max() > seen or ((lengths + PAGE - 1) // PAGE).sum() != pages:
+            raise ValueError(f"{pages} pages for heads of {lengths.tolist()} tokens, after {seen} tokens")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every live tensor with its role: `codes`, `scales` or `bookkeeping`."""

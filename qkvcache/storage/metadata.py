@@ -133,9 +133,10 @@ class TokenMetadata:
             new = positions[:, None].expand(-1, heads, -1) if name == "positions" else fields.get(name)
             residual[name] = F.pad(x, (0, columns - x.shape[-1])) if new is None else torch.cat([x, new], dim=-1)
 
-    def simulate(self, like: Pair, query_heads: int, region: int = 0, residual: int = 0) -> None:
+    def simulate(self, like: Pair, query_heads: int, sinks: int = 0, region: int = 0, residual: int = 0) -> None:
         """Allocates, on the meta device, the statistics of tokens like `like` `[B, H, T, D]` with `query_heads` query
-        heads, and fields of `residual` columns and, unless they lie in pages, of `region` columns."""
+        heads, and columns of each zone; those of the region only where they do not lie in pages."""
+        self.sinks = F.pad(self.sinks, (0, sinks))
         for zone, tokens in ((self._region, region), (self.residual, residual)):
             for name, x in zone.items():
                 zone[name] = F.pad(x, (0, tokens))

@@ -13,6 +13,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy
@@ -23,8 +24,9 @@ from ..formats.base import Codec, Codes
 from ..kernels import AttentionBudget, BlockCache, Packed, Pages, Pair, copy_index, on_triton, quantize_into, quantizes
 from ..kernels.pages import BLOCK, block_of
 from ..kernels.segments import join_tokens
-from .pool import Numbers, PageLayout, PagePool, Slab, empty_codes, zeros
+from .pool import Numbers, PageLayout, PagePool, Slab, both, selected, zeros
 
+SIDES = ("key", "value")
 PAGE = 64
 """Tokens of a page."""
 MAX_GROWTH = 16 * PAGE
@@ -68,8 +70,6 @@ class PagedTokens:
         """The entries of the pages, int64 `[B, C]` or `[B, H, C]`, `C` at least `W`."""
         self.index_table = self.table
         """The entries of the pages of the index, if there is one; else `table`."""
-        self.statistics: tuple[Codes, Codes] = {}, {}
-        """Buffers that all tokens share. They must be `calibrated` before a token is quantized."""
         self.has_statistics = any(codec.keeps(dim) for codec, dim in zip(self.codecs, self.dims, strict=True))
         """Whether the codecs keep buffers that all tokens share."""
         self.calibrated = False
@@ -77,11 +77,12 @@ class PagedTokens:
         """Stored tokens of a row; of the longest head, if heads have pages of their own."""
         with torch.inference_mode(False):
             key, value = (codec.allocate_statistics(x, layout.per_head or bool(heads)) for codec, x in zip(self.codecs, like, strict=True))
-        self.statistics = key, value
+        self.statistics: tuple[Codes, Codes] = key, value
+        """Buffers that all tokens share. They must be `calibrated` before a token is quantized."""
 
     def __getstate__(self) -> dict:
         """Leaves out what holds addresses."""
-        return {name: x for name, x in self.__dict__.items() if name not in ("pages", "launches", "read", "cache")}
+        return {name: x for name, x in self.__dict__.items() if name not in ("pages", "launches", "cache")}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__ |= state
@@ -90,27 +91,25 @@ class PagedTokens:
     def bind(self) -> None:
         """Writes the entries of the pages into the table, and renews `pages`, the input of kernels."""
         pool = self.pool
-        statistics = dict(self.statistics[0]), dict(self.statistics[1])  # as they are now, for whoever reads these tokens later
-        slabs, firsts, self.table = self._entered(pool, self.table)
-        size = pool.layout.page_size
+        self.table = self._entered(pool, self.table)
+        by_page, size = pool.by_address, pool.layout.page_size
         self.pages = Pages(
-            *self.codecs, slabs, firsts, size, statistics, self.table, self.lengths, pool.by_address, self.grows, step=pool.step
+            *self.codecs, pool.planes(), pool.firsts(), size, self.statistics, self.table, self.lengths, by_page, self.grows, step=pool.step
         )
-        if pool.index is not None:
-            slabs, firsts, self.index_table = self._entered(pool.index, self.index_table)
-            self.pages.index = replace(self.pages, slabs=slabs, firsts=firsts, table=self.index_table, step=pool.index.step)
+        if (index := pool.index) is not None:
+            self.index_table = self._entered(index, self.index_table)
+            self.pages.index = replace(self.pages, slabs=index.planes(), firsts=index.firsts(), table=self.index_table, step=index.step)
         self.launches: dict[Any, Any] = {}
         """Arguments that kernels reuse, `PagedInputs.launches`."""
 
-    def _entered(self, pool: PagePool, table: Tensor) -> tuple[list[tuple[Codes, Codes]], list[int], Tensor]:
-        """Returns the slabs and first entries of `pool.bind`, and `table` with the entries of pages, or a new one if it does not fit."""
-        slabs, firsts = pool.bind()
-        width = self.numbers.shape[-1]
-        table = self._fitted(table, width, firsts[0])
+    def _entered(self, pool: PagePool, table: Tensor) -> Tensor:
+        """`table` with the entries of the pages in `pool`, or a new one if it does not fit."""
+        width, none = self.numbers.shape[-1], pool.firsts()[0]
+        table = self._fitted(table, width, none)
         if width:
-            entries = numpy.where(self.numbers < 0, firsts[0], pool.entries(numpy.maximum(self.numbers, 0)))
+            entries = numpy.where(self.numbers < 0, none, pool.entries(numpy.maximum(self.numbers, 0)))
             table[..., :width].copy_(torch.from_numpy(entries), non_blocking=True)
-        return slabs, firsts, table
+        return table
 
     def _fitted(self, table: Tensor, width: int, entry: int) -> Tensor:
         """`table`, or a new one, filled with `entry`, if it has not a row for each row and `width` columns."""
@@ -134,13 +133,6 @@ class PagedTokens:
             if statistics:
                 for name, value in codec.calibrate(new.detach(), is_valid).items():
                     statistics[name].copy_(value)
-
-    def load_statistics(self, given: tuple[Codes, Codes]) -> None:
-        """Copies the statistics of a snapshot, if there are any."""
-        for kept, side in zip(self.statistics, given, strict=True):
-            for name, x in side.items():
-                kept[name].copy_(x)
-                self.calibrated = True
 
     # Tokens.
 
@@ -184,34 +176,32 @@ class PagedTokens:
         hold tokens, which are copied."""
         if begin >= self.owned:
             return
-        self.owned, changed = begin, False
+        self.owned, places = begin, []
         several = (self.numbers[..., begin:] >= 0) & (self.pool.owners[self.numbers[..., begin:]] > 1)
         for *row, column in numpy.argwhere(several).tolist():
             place = (*row, begin + column)
-            number = int(self.numbers[place])
-            if self.pool.owners[number] > 1:  # not given up by another row meanwhile
-                (new,) = self.pool.take(1).tolist()
-                if begin + column < used:
-                    self.pool.copy(numpy.array([number]), numpy.array([new]))
-                self.pool.release(numpy.array([number]))
-                self.numbers[place], changed = new, True
-        if changed:
+            if self.pool.owners[self.numbers[place]] > 1:  # not given up by another row meanwhile
+                self.pool.owners[self.numbers[place]] -= 1
+                places.append(place)
+        if places:
+            at = tuple(numpy.array(places).T)
+            old, new, written = self.numbers[at], self.pool.take(len(places)), at[-1] < used
+            self.numbers[at] = new
             self.bind()
+            self._copy(old[written], new[written])
+
+    def _copy(self, source: Numbers, target: Numbers) -> None:
+        """Copies pages `[N]` to others."""
+        self.pool.copy(source, target)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keeps the rows with these indices; a row that occurs several times is shared."""
-        before, self.numbers, index = self.numbers, self.numbers[list(rows)], None
+        before, self.numbers = self.numbers, self.numbers[list(rows)]
         self.pool.share(_pages(self.numbers))
         self.pool.release(_pages(before))
         self.owned = self.numbers.shape[-1]
-        for side in self.statistics:
-            for name, x in side.items():
-                index = torch.tensor(rows, device=x.device) if index is None else index
-                selected = x.index_select(0, index)
-                if self.static and x.shape == selected.shape:  # at fixed addresses
-                    x.copy_(selected)
-                else:
-                    side[name] = selected
+        index, in_place = torch.tensor(rows, device=self.pool.device), self.static and len(rows) == len(before)
+        self._change_statistics(lambda x: selected(x, index, in_place))
         if not self.static:
             self._compact(fewer=len(self.numbers) < len(before))
         self.bind()
@@ -224,18 +214,17 @@ class PagedTokens:
         if not free or (2 * free < pool.capacity and not fewer) or int(pool.owners.sum()) != pages.size:
             return
         used = pages[numpy.sort(numpy.unique(pages, return_index=True)[1])]  # in the order of the tables
-        held = [self.pool.read(side, used[None]) for side in (0, 1)] if len(used) else []
+        held = [self.pool.read(side, used) for side in (0, 1)]
         self.pool = PagePool(pool.layout, pool.device, pool.by_address, pool.index.layout.index if pool.index else pool.on_host)
-        if len(used):
-            neighbours = self.numbers.ndim == 2 and len(used) == self.numbers.size
-            new = self.pool.allocate(*self.numbers.shape if neighbours else (len(used), 1)).ravel()
-            place = numpy.full(len(pool.owners), -1)
-            place[used] = new
-            self.numbers = numpy.where(self.numbers < 0, -1, place[self.numbers])
-            self.pool.owners[:] = numpy.bincount(_pages(self.numbers), minlength=len(new))
+        neighbours = self.numbers.ndim == 2 and len(used) == self.numbers.size
+        new = self.pool.allocate(*self.numbers.shape if neighbours else (len(used), 1)).ravel()
+        place = numpy.full(len(pool.owners), -1)
+        place[used] = new
+        self.numbers = numpy.where(self.numbers < 0, -1, place[self.numbers])
+        self.pool.owners[:] = numpy.bincount(_pages(self.numbers), minlength=len(new))
         self._renumber(used)
         for side, codes in enumerate(held):
-            self.pool.write(side, numpy.arange(len(used))[None], codes)
+            self.pool.write(side, new, codes)
 
     def _renumber(self, numbers: Numbers) -> None:
         """Page `i` was `numbers[i]`."""
@@ -244,26 +233,65 @@ class PagedTokens:
         """Returns a copy that shares the pages, but not the statistics, which either may compute again."""
         twin = copy.copy(self)
         twin.numbers, twin.table, twin.index_table = self.numbers.copy(), self.table.clone(), self.index_table.clone()
-        key, value = ({name: x.clone() for name, x in side.items()} for side in self.statistics)
-        twin.statistics = key, value
+        twin._change_statistics(Tensor.clone)
         self.pool.share(_pages(self.numbers))
         self.owned = twin.owned = self.numbers.shape[-1]
         twin.bind()
         return twin
 
+    # The snapshot of one row.
+
+    def snapshot(self, row: int) -> dict[str, Tensor]:
+        """Tensors of one row, by names `key.region.<buffer>`, `key.statistics.<buffer>`, and the same with `value`: the columns of codes
+        `[1, H', T, width]`, as views where possible."""
+        tensors: dict[str, Tensor] = {}
+        for side, codes, statistics in zip(SIDES, self._codes_of(row), self.statistics, strict=True):
+            tensors |= {f"{side}.region.{name}": x for name, x in codes.items()}
+            if self.calibrated:
+                tensors |= {f"{side}.statistics.{name}": x[row : row + 1] for name, x in statistics.items()}
+        return tensors
+
+    def _codes_of(self, row: int) -> tuple[Codes, Codes]:
+        raise NotImplementedError
+
+    def form(self, columns: int) -> dict[str, Tensor]:
+        """Empty tensors of the names, dtypes and shapes of a `snapshot` with so many columns of codes."""
+        tensors: dict[str, Tensor] = {}
+        for side, statistics in zip(SIDES, self.statistics, strict=True):
+            tensors |= {f"{side}.statistics.{name}": x for name, x in statistics.items()}
+        for of, name, dtype, heads, width, _ in self.pool.layout.planes if columns else ():
+            tensors[f"{SIDES[of]}.region.{name}"] = torch.empty(1, heads, columns, width, dtype=dtype, device="meta")
+        return tensors
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Copies the `snapshot` of a row into these, which are of one row and empty."""
+        for side, statistics in zip(SIDES, self.statistics, strict=True):
+            for name, x in statistics.items():
+                x.copy_(tensors[f"{side}.statistics.{name}"])
+                self.calibrated = True
+        key, value = (
+            {name.removeprefix(f"{side}.region."): x for name, x in tensors.items() if name.startswith(f"{side}.region.")} for side in SIDES
+        )
+        if key:
+            self._load_codes((key, value))
+
+    def _load_codes(self, codes: tuple[Codes, Codes]) -> None:
+        raise NotImplementedError
+
     def move(self, device: torch.device, move: Callable[[Tensor], Tensor]) -> None:
         """Moves every tensor to `device` by `move(tensor)`."""
         with torch.inference_mode(False):
             self.pool.move(device, move)
-            for side in self.statistics:
-                for name, x in side.items():
-                    side[name] = move(x)
+            self._change_statistics(move)
+
+    def _change_statistics(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replaces each tensor of the statistics by `change(tensor)`."""
+        self.statistics = both(lambda codes: {name: change(x) for name, x in codes.items()}, self.statistics)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every live tensor with its role: `codes`, `scales` or `bookkeeping`."""
         yield from self.pool.tensors()
-        for codec, codes, dim in zip(self.codecs, self.statistics, self.dims, strict=True):
-            yield from codec.roles(codes, dim)
+        yield from self.pool.layout.roles(self.statistics)
         for table in {id(x): x for x in (self.table, self.index_table)}.values():
             if table.numel():
                 yield "bookkeeping", table
@@ -302,8 +330,6 @@ class RowPages(PagedTokens):
         super().bind()
         if self.offloads is not None:
             self.cache = self._block_cache(self.offloads, self.capacity // BLOCK)
-        self.read = copy.copy(self.pool)  # `trim` gives the pool another list of slabs
-        """The pool that tokens which were stored before the next `bind` are read from."""
         self.runs: list[Run] | None = None
         """The columns of the table as torch reads them; None: not known yet."""
 
@@ -344,8 +370,7 @@ class RowPages(PagedTokens):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from super().tensors()
         if self.cache is not None:
-            for codec, codes, dim in zip(self.codecs, self.cache.pages.slabs[0], self.dims, strict=True):
-                yield from codec.roles(codes, dim)
+            yield from self.pool.layout.roles(self.cache.pages.slabs[0])
             yield from (("bookkeeping", x) for x in (self.cache.blocks, self.cache.hands))
 
     @property
@@ -364,7 +389,7 @@ class RowPages(PagedTokens):
         rows, pages = self.numbers.shape[0], growth(self.length, missing) // PAGE
         if len(self.pool.free()) >= rows * pages:
             new = self.pool.take(rows * pages).reshape(rows, pages)
-            self.pool.clear(new)
+            self.pool.clear(new.ravel())
         else:
             new = self.pool.allocate(rows, pages)
         self.numbers = numpy.concatenate([self.numbers, new], axis=1)
@@ -403,12 +428,26 @@ class RowPages(PagedTokens):
         self.store(x, self.length + self.ahead)
         self.ahead += tokens
 
-    def packed(self, side: int, limit: int) -> Iterator[Packed]:
-        """Blocks of at most `limit` tokens of the keys (0) or values (1) stored at the time of the call, in order: views where the pages of
-        each row are neighbours."""
+    def packed(self, side: int, limit: int, length: int | None = None) -> Iterator[Packed]:
+        """Blocks of at most `limit` tokens of the keys (0) or values (1) of the first `length` tokens (None: of all), in order: views where
+        the pages of each row are neighbours."""
         codec, once, dim = self.codecs[side], self.pages.statistics[side], self.dims[side]
-        blocks = _blocks(self.pages, self.read, self.numbers, self._runs(), side, self.length, limit)
+        blocks = self._blocks(side, self.length if length is None else length, limit)
         return (Packed(codec, codes | once, count, dim) for count, codes in blocks)
+
+    def _blocks(self, side: int, length: int, limit: int) -> Iterator[tuple[int, Codes]]:
+        """Blocks of at most `limit` of the first `length` tokens of each row, with their number of tokens."""
+        rows = len(self.numbers)
+        for begin, end, run, at in self._pieces(0, length):
+            for start in range(begin, end, limit):
+                count = min(limit, end - start)
+                if run.page is None:
+                    numbers = self.numbers[:, start // PAGE : -(-(start + count) // PAGE)]
+                    planes, first = self.pool.read(side, numbers.ravel()), start % PAGE
+                    codes = {name: x.unflatten(0, (rows, -1)).transpose(1, 2).flatten(2, 3) for name, x in planes.items()}
+                else:
+                    codes, first = {name: x[:rows] for name, x in self.pages.slabs[run.slab][side].items()}, at + start - begin
+                yield count, {name: x.narrow(2, first, count) for name, x in codes.items()}
 
     def _quantize(self, x: Pair, slots: Tensor | int) -> None:
         if self.pool.by_address or not isinstance(slots, int):
@@ -416,25 +455,27 @@ class RowPages(PagedTokens):
         for side, (codec, new, statistics) in enumerate(zip(self.codecs, x, self.statistics, strict=True)):
             self._put(side, slots, codec.quantize(new, statistics))
 
-    def _put(self, side: int, begin: int, codes: Codes) -> None:
-        """Writes codes `[B, H', T, width]` as those of the tokens from `begin` on."""
-        end, first = begin + next(iter(codes.values())).shape[2], 0
-        for run in self._runs():
-            start, stop = max(begin, first), min(end, first + run.columns * PAGE)
-            if start < stop:
-                new = {name: x[:, :, start - begin : stop - begin] for name, x in codes.items()}
-                if run.groups is not None:
-                    for name, plane in self.pages.slabs[run.slab][side].items():
-                        plane[run.groups, :, run.page * PAGE + start - first : run.page * PAGE + stop - first] = new[name]
-                else:
-                    self.pool.write(side, self.numbers[:, start // PAGE : -(-stop // PAGE)], new, start % PAGE)
-            first += run.columns * PAGE
+    def _put(self, side: int, first: int, codes: Codes) -> None:
+        """Writes codes `[B, H', T, width]` as those of the tokens from `first` on."""
+        for begin, end, run, at in self._pieces(first, first + next(iter(codes.values())).shape[2]):
+            new = {name: x[:, :, begin - first : end - first] for name, x in codes.items()}
+            if run.page is None:
+                self.pages.put(side, self.pages.slots(torch.arange(begin, end, device=self.pool.device)), new)
+                continue
+            for name, plane in self.pages.slabs[run.slab][side].items():
+                plane[: len(self.numbers), :, at : at + end - begin] = new[name]
 
-    def _runs(self) -> list[Run]:
-        """`runs` of the present table."""
+    def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, Run, int]]:
+        """The tokens `begin` to `end` by runs: the first and the end of those in a run, the run, and the place of the first of them in
+        its slab."""
         if self.runs is None:
             self.runs = _runs(self.pool, self.numbers)
-        return self.runs
+        first = 0
+        for run in self.runs:
+            start, stop = max(begin, first), min(end, first + run.columns * PAGE)
+            if start < stop:
+                yield start, stop, run, (run.page or 0) * PAGE + start - first
+            first += run.columns * PAGE
 
     def truncate(self, length: int) -> None:
         """Keeps the first `length` tokens, and gives back slabs that hold none of them."""
@@ -460,85 +501,51 @@ class RowPages(PagedTokens):
             slab.data.zero_()
         self.calibrated = False
 
-    # One row.
-
-    def snapshot(self, row: int) -> tuple[Codes, Codes]:
-        """Codes of the stored tokens of a row, `[1, H', T, width]` each; views where its pages are neighbours."""
+    def _codes_of(self, row: int) -> tuple[Codes, Codes]:
         if not self.length:
             return {}, {}
-        rows, sides = slice(row, row + 1), []
-        for side, once in enumerate(self.statistics):
-            parts = list(self.packed(side, self.length))
-            sides.append({name: join_tokens([part.codes[name][rows] for part in parts]) for name in parts[0].codes.keys() - once.keys()})
-        return sides[0], sides[1]
 
-    def form(self, codes: Tensor) -> tuple[Codes, Codes]:
-        """Empty codes for one row, for the number of tokens in the `codes` of a snapshot."""
-        return empty_codes(self.pool.layout, 1, codes.shape[2])
+        def codes(side: int) -> Codes:
+            parts = [part.codes for part in self.packed(side, self.length)]
+            names = parts[0].keys() - self.statistics[side].keys()
+            return {name: join_tokens([part[name][row : row + 1] for part in parts]) for name in names}
 
-    def load(self, codes: tuple[Codes, Codes], statistics: tuple[Codes, Codes]) -> None:
-        """Copies `codes` `[B, H', T, width]` and `statistics`, if there are any, into empty pages."""
-        if codes[0]:
-            tokens = next(iter(codes[0].values())).shape[2]
-            self.reserve(tokens)
-            for side, given in enumerate(codes):
+        return both(codes, (0, 1))
+
+    def _load_codes(self, codes: tuple[Codes, Codes]) -> None:
+        tokens = next(iter(codes[0].values())).shape[2]
+        self.reserve(tokens)
+        for side, given in enumerate(codes):
+            if self.pool.by_address:
+                self.pool.write_row(side, self.numbers[0, : -(-tokens // PAGE)], given)
+            else:
                 self._put(side, 0, given)
-            copy_index(self.pages, tokens, 0)
-            self.length = tokens
-        self.load_statistics(statistics)
+        copy_index(self.pages, tokens, 0)
+        self.length = tokens
 
 
 class Run(NamedTuple):
-    """Columns of a table, one after another, that torch reads at once. Their pages in each row are neighbours in the `groups` of
-    a slab, from `page` on; `groups` None: they are anywhere."""
+    """Columns of a table, one after another. Their pages in row `b` are neighbours in group `b` of a slab, from `page` on; None: they are
+    anywhere."""
 
     columns: int
     slab: int = 0
-    groups: slice | None = None
-    page: int = 0
+    page: int | None = None
 
 
 def _runs(pool: PagePool, numbers: Numbers) -> list[Run]:
     """The runs of the pages `[B, W]`."""
     rows, width = numbers.shape
     if pool.by_address or not width:
-        return [Run(width)] if width else []
-    firsts, neighbours = (numpy.array([getattr(slab, name) for slab in pool.slabs]) for name in ("first", "neighbours"))
-    slab = firsts.searchsorted(numbers, side="right") - 1
-    group, page = numpy.divmod(numbers - firsts[slab], neighbours[slab])
-    step = numpy.diff(group, axis=0)
-    regular = (slab == slab[0]).all(0) & (page == page[0]).all(0) & (step > 0).all(0) & (step == step[:1]).all(0)
-    follows = (numbers[:, 1:] == numbers[:, :-1] + 1).all(0) & (page[0, 1:] > 0) | ~regular[:-1]
-    begins = numpy.concatenate([[True], (regular[1:] != regular[:-1]) | ~follows]).nonzero()[0].tolist()
-    found = []
-    for begin, end in zip(begins, [*begins[1:], width], strict=True):
-        if regular[begin]:
-            first, last = int(group[0, begin]), int(group[-1, begin])
-            groups = slice(first, last + 1, int(step[0, begin]) if rows > 1 else 1)
-            found.append(Run(end - begin, int(slab[0, begin]), groups, int(page[0, begin])))
-        else:
-            found.append(Run(end - begin))
-    return found
-
-
-def _blocks(
-    pages: Pages, pool: PagePool, numbers: Numbers, runs: list[Run], side: int, left: int, limit: int
-) -> Iterator[tuple[int, Codes]]:
-    """Blocks of at most `limit` of the first `left` tokens of each row, with their number of tokens: views, or copies of whole pages."""
-    column = 0
-    for run in runs:
-        used = min(left, run.columns * PAGE)
-        for at in range(0, used, limit):
-            count = min(limit, used - at)
-            if run.groups is not None:
-                begin = run.page * PAGE + at
-                yield count, {name: x[run.groups, :, begin : begin + count] for name, x in pages.slabs[run.slab][side].items()}
-                continue
-            first, end = at // PAGE, -(-(at + count) // PAGE)
-            codes = pool.read(side, numbers[:, column + first : column + end])
-            yield count, {name: x.narrow(2, at - first * PAGE, count) for name, x in codes.items()}
-        left -= used
-        column += run.columns
+        return [Run(width)]
+    begins, ends, neighbours = (numpy.array([getattr(slab, name) for slab in pool.slabs]) for name in ("first", "end", "neighbours"))
+    slab = begins.searchsorted(numbers[0], side="right") - 1
+    page = numbers[0] - begins[slab]
+    in_rows = numbers == numbers[0] + numpy.arange(rows)[:, None] * neighbours[slab]
+    regular = (page < neighbours[slab]) & (numbers[-1] < ends[slab]) & in_rows.all(0)
+    follows = (numpy.diff(page) == 1) & (numpy.diff(slab) == 0) & regular[1:] & regular[:-1] | ~regular[1:] & ~regular[:-1]
+    first = [0, *(follows == 0).nonzero()[0] + 1, width]
+    return [Run(end - at, int(slab[at]), int(page[at]) if regular[at] else None) for at, end in pairwise(first)]
 
 
 def _pages(numbers: Numbers) -> Numbers:

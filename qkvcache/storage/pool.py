@@ -12,14 +12,14 @@ tokens are a view of each plane.
 
 from __future__ import annotations
 
-import copy
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
@@ -30,6 +30,8 @@ ALIGNMENT = 64
 ANCHOR = 2**42
 """The entry of the first page of a pool whose pages kernels find by address: those of slabs below it are positive, too."""
 
+T = TypeVar("T")
+S = TypeVar("S")
 Numbers = numpy.ndarray
 """Numbers of pages, int64."""
 
@@ -86,17 +88,28 @@ class PageLayout:
             sides[side][name] = data.view(dtype).as_strided((groups, heads, tokens, width), strides, (begin + first) // size)
         return sides
 
+    def roles(self, sides: tuple[Codes, Codes]) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of keys and of values with their roles, `codes` or `scales`."""
+        for codec, codes, dim in zip(self.codecs, sides, self.dims, strict=True):
+            yield from codec.roles(codes, dim)
 
+
+@dataclass(eq=False)
 class Slab:
     """One allocation of `groups` groups of `neighbours` pages each; its pages have the numbers from `first` on. `step`: as in
     `PageLayout.views`. `on_host`: it is in host memory."""
 
-    def __init__(
-        self, layout: PageLayout, data: Tensor, groups: int, neighbours: int, first: int, step: int | None = None, on_host: bool = False
-    ):
-        self.layout, self.groups, self.neighbours, self.first, self.step, self.on_host = layout, groups, neighbours, first, step, on_host
-        self.end = first + groups * neighbours
-        self.place(data)
+    layout: PageLayout
+    data: Tensor
+    groups: int
+    neighbours: int
+    first: int
+    step: int | None = None
+    on_host: bool = False
+
+    def __post_init__(self) -> None:
+        self.end = self.first + self.groups * self.neighbours
+        self.place(self.data)
 
     @torch.inference_mode(False)
     def place(self, data: Tensor) -> None:
@@ -104,9 +117,7 @@ class Slab:
         self.data, self.planes = data, self.layout.views(data, self.groups, self.neighbours, self.step)
 
     def __deepcopy__(self, memo: dict) -> Slab:
-        twin = copy.copy(self)
-        twin.place(zeros(len(self.data), self.data.device, self.on_host).copy_(self.data))
-        return twin
+        return replace(self, data=zeros(len(self.data), self.data.device, self.on_host).copy_(self.data))
 
 
 class PagePool:
@@ -124,38 +135,30 @@ class PagePool:
         self.slabs: list[Slab] = []
         self.owners = numpy.zeros(0, numpy.int32)
         """Owners of each page, by number."""
-        self.anchor = 0
-        """The address of the first slab in units of ALIGNMENT."""
 
     @torch.inference_mode(False)
-    def bind(self) -> tuple[list[tuple[Codes, Codes]], list[int]]:
-        """The planes of all slabs and the entries of their first pages, as `kernels.Pages` has them."""
-        layout = self.layout
-        if not self.slabs:
-            return [_no_pages(layout, self.device)], [ANCHOR if self.by_address else 0]
-        planes = [slab.planes for slab in self.slabs]
-        if not self.by_address:
-            return planes, [slab.first for slab in self.slabs]
-        self.anchor = self._address(self.slabs[0])
-        return planes, [self._address(slab) - self.anchor + ANCHOR for slab in self.slabs]
+    def planes(self) -> list[tuple[Codes, Codes]]:
+        """The planes of each slab."""
+        none = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return [slab.planes for slab in self.slabs] or [self.layout.views(none, 0, step=self.layout.nbytes)]
 
     @property
     def step(self) -> int:
         """The difference of the entries of two neighbours in memory."""
         return self.layout.nbytes // ALIGNMENT if self.by_address else 1
 
-    @staticmethod
-    def _address(slab: Slab) -> int:
-        return 0 if slab.data.is_meta else slab.data.data_ptr() // ALIGNMENT
+    def firsts(self) -> list[int]:
+        """The entry in tables of the first page of each slab."""
+        if not self.by_address:
+            return [slab.first for slab in self.slabs] or [0]
+        addresses = [0 if slab.data.is_meta else slab.data.data_ptr() // ALIGNMENT for slab in self.slabs] or [0]
+        return [address - addresses[0] + ANCHOR for address in addresses]
 
     def entries(self, numbers: Numbers) -> Numbers:
-        """The entries in tables of pages, after `bind`."""
-        if not self.by_address or not self.slabs:
-            return numbers
-        firsts = numpy.array([slab.first for slab in self.slabs])
-        bases = numpy.array([self._address(slab) for slab in self.slabs]) - self.anchor + ANCHOR
-        slab = firsts.searchsorted(numbers, side="right") - 1
-        return bases[slab] + (numbers - firsts[slab]) * self.step
+        """The entries in tables of pages."""
+        begins = numpy.array([slab.first for slab in self.slabs])
+        slab = begins.searchsorted(numbers, side="right") - 1
+        return numpy.array(self.firsts())[slab] + (numbers - begins[slab]) * self.step
 
     def slab_of(self, number: int) -> Slab:
         return next(slab for slab in self.slabs if slab.first <= number < slab.end)
@@ -214,90 +217,52 @@ class PagePool:
     def copy(self, source: Numbers, target: Numbers) -> None:
         """Copies pages `[N]` to others."""
         for side in dict.fromkeys(plane[0] for plane in self.layout.planes):
-            self.write(side, target[None], self.read(side, source[None]))
+            self.write(side, target, self.read(side, source))
         if self.index is not None:
             self.index.copy(source, target)
 
     def read(self, side: int, numbers: Numbers) -> Codes:
-        """Codes of the keys (`side` 0) or values (1) in pages `[B, W]`: `[B, H', W * PAGE, width]`."""
+        """Copies of the planes of keys (`side` 0) or values (1) of pages `[N]`: `[N, H', PAGE, width]`."""
         found: Codes = {}
-        if row := self._row(numbers):
-            slab, first = row
-            planes = {name: plane[first : first + numbers.size] for name, plane in slab.planes[side].items()}
-            copies = {name: _words(plane).transpose(0, 1).contiguous()[None] for name, plane in planes.items()}
-            return {name: copies[name].view(plane.dtype).unflatten(-1, plane.shape[2:]).flatten(2, 3) for name, plane in planes.items()}
-        for planes, index, at in self._slabs_of(side, numbers):
-            for name, plane in planes.items():
-                like = plane.shape[2:]
-                if at is None:
-                    heads = torch.arange(like[0], device=self.device)[:, None]
-                    words = _words(plane)[index[0][:, None], index[1][:, None], heads]
-                    found[name] = words.view(plane.dtype).unflatten(-1, like[1:])
-                    continue
-                if name not in found:
-                    found[name] = plane.new_empty(numbers.shape[0], like[0], numbers.shape[1], *like[1:])
-                found[name].transpose(1, 2)[at] = plane[index]
-        return {name: x.flatten(2, 3) for name, x in found.items()}
+        for slab, here, index in self._places(numbers):
+            for name, plane in slab.planes[side].items():
+                words = _words(plane, slab.neighbours)[index]
+                if here is not None:
+                    words, part = found.get(name, words.new_empty(len(numbers), *words.shape[1:])), words
+                    words[here] = part
+                found[name] = words
+        shapes = {name: (dtype, width) for of, name, dtype, _, width, _ in self.layout.planes if of == side}
+        return {name: x.view(shapes[name][0]).unflatten(-1, (-1, shapes[name][1])) for name, x in found.items()}
 
-    def write(self, side: int, numbers: Numbers, codes: Codes, begin: int = 0) -> None:
-        """Writes codes `[B, H', T, width]` into pages `[B, W]`, from token `begin` of the first page on."""
-        size, at = self.layout.page_size, begin
-        end = begin + next(iter(codes.values())).shape[2]
-        row = self._row(numbers)
-        while at < end:
-            first, offset = divmod(at, size)
-            whole = 0 if offset else (end - at) // size
-            pages, count = max(whole, 1), whole * size or min(size - offset, end - at)
-            slabs: Iterable[tuple[Codes, tuple, tuple[Tensor, ...] | None]]
-            if row is None:
-                slabs = self._slabs_of(side, numbers[:, first : first + pages])
-            else:
-                slabs = [(row[0].planes[side], (slice(row[1] + first, row[1] + first + pages),), None)]
-            for planes, index, part in slabs:
-                for name, plane in planes.items():
-                    new = codes[name][:, :, at - begin : at - begin + count].unflatten(2, (pages, -1)).transpose(1, 2)
-                    if row is not None:
-                        new = new[0]
-                    if whole:  # words are copied sooner than bytes
-                        new = _words(new)
-                        plane = _words(plane).view(new.dtype)
-                    else:
-                        plane = plane[..., offset : offset + count, :]
-                    plane[index] = new if part is None else new[part]
-            at += count
+    def write(self, side: int, numbers: Numbers, codes: Codes) -> None:
+        """Writes planes `[N, H', PAGE, width]` of keys or of values into pages `[N]`."""
+        for slab, here, index in self._places(numbers):
+            for name, plane in slab.planes[side].items():
+                words = codes[name].flatten(-2).view(torch.int64)
+                _words(plane, slab.neighbours)[index] = words if here is None else words[here]
 
-    def _row(self, numbers: Numbers) -> tuple[Slab, int] | None:
-        """The slab of the pages `[1, W]` of one row and the first of them in it, if they follow one another there; else None."""
-        if len(numbers) > 1 or not numbers.size:
-            return None
-        slab, first = self.slab_of(int(numbers[0, 0])), int(numbers[0, 0])
-        if slab.neighbours > 1 or numbers[0, -1] >= slab.end or (numbers[0, 1:] != numbers[0, :-1] + 1).any():
-            return None
-        return slab, first - slab.first
-
-    def _slabs_of(self, side: int, numbers: Numbers) -> Iterator[tuple[Codes, tuple[Tensor, ...], tuple[Tensor, ...] | None]]:
-        """Yields for each slab that has some of the pages `[B, W]`: its planes as `[G, n, H', PAGE, width]`; the index of these pages in
-        the first two dimensions; and their indices in `numbers`, None if the slab has all pages: the index then gives `[B, W, ...]`."""
-
-        def tensors(*arrays: Numbers) -> tuple[Tensor, ...]:
-            return tuple(torch.from_numpy(x).to(self.device, non_blocking=True) for x in arrays)
-
-        for slab in self.slabs:
-            here = (numbers >= slab.first) & (numbers < slab.end)
-            if not here.any():
-                continue
-            planes = {name: x.unflatten(2, (slab.neighbours, -1)).transpose(1, 2) for name, x in slab.planes[side].items()}
-            if here.all():
-                yield planes, tensors(*numpy.divmod(numbers - slab.first, slab.neighbours)), None
-                return
-            yield planes, tensors(*numpy.divmod(numbers[here] - slab.first, slab.neighbours)), tensors(*here.nonzero())
+    def write_row(self, side: int, numbers: Numbers, codes: Codes) -> None:
+        """Writes codes `[1, H', T, width]` of keys or of values into pages `[N]`, from the first token of the first page on."""
+        whole = {name: F.pad(x, (0, 0, 0, -x.shape[2] % self.layout.page_size)) for name, x in codes.items()}
+        self.write(side, numbers, {name: x[0].unflatten(1, (len(numbers), -1)).transpose(0, 1) for name, x in whole.items()})
 
     def clear(self, numbers: Numbers) -> None:
-        """Fills pages with zeros: masked attention multiplies stale values by 0, and nan times 0 is nan."""
-        for side in (0, 1):
-            for planes, index, _ in self._slabs_of(side, numbers):
-                for plane in planes.values():
-                    plane[index] = 0
+        """Fills pages `[N]` with zeros: masked attention multiplies stale values by 0, and nan times 0 is nan."""
+        for slab, _, index in self._places(numbers):
+            for side in slab.planes:
+                for plane in side.values():
+                    _words(plane, slab.neighbours)[index] = 0
+
+    def _places(self, numbers: Numbers) -> Iterator[tuple[Slab, Tensor | None, tuple[Tensor, Tensor]]]:
+        """Yields each slab that has some of the pages `[N]`: which ones (None: all), and their group and their place in it."""
+        for slab in self.slabs:
+            here = (numbers >= slab.first) & (numbers < slab.end)
+            if here.any():
+                group, place = numpy.divmod(numbers[here] - slab.first, slab.neighbours)
+                yield slab, None if here.all() else self._on_device(here.nonzero()[0]), (self._on_device(group), self._on_device(place))
+
+    def _on_device(self, numbers: Numbers) -> Tensor:
+        return torch.from_numpy(numbers).to(self.device, non_blocking=True)
 
     def move(self, device: torch.device, move: Callable[[Tensor], Tensor]) -> None:
         """Moves all slabs to `device` by `move(tensor)`."""
@@ -308,8 +273,7 @@ class PagePool:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every plane with its role, `codes` or `scales`."""
         for slab in (*self.slabs, *(() if self.index is None else self.index.slabs)):
-            for codec, codes, dim in zip(self.layout.codecs, slab.planes, self.layout.dims, strict=True):
-                yield from codec.roles(codes, dim)
+            yield from self.layout.roles(slab.planes)
 
 
 class _Bytes:
@@ -333,29 +297,20 @@ def zeros(nbytes: int, device: torch.device, on_host: bool) -> Tensor:
     return found
 
 
-@functools.lru_cache(maxsize=64)
-def _no_pages(layout: PageLayout, device: torch.device) -> tuple[Codes, Codes]:
-    """Planes without pages."""
-    with torch.inference_mode(False):
-        return layout.views(torch.empty(0, dtype=torch.uint8, device=device), 0, step=layout.nbytes)
+def both(change: Callable[[T], S], sides: tuple[T, T]) -> tuple[S, S]:
+    """`change` of what is of keys, and of what is of values."""
+    return change(sides[0]), change(sides[1])
 
 
-def _words(x: Tensor) -> Tensor:
-    """`x` `[..., PAGE, width]` as `[..., words]`, in the largest integers that its strides allow."""
-    x = x.flatten(-2)
-    for dtype in (torch.int64, torch.int32, torch.int16):
-        count = dtype.itemsize // x.dtype.itemsize
-        if count and not any(n % count for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])):
-            return x.view(dtype)
-    return x
+def selected(x: Tensor, index: Tensor, in_place: bool) -> Tensor:
+    """The rows `index` of `x`; with `in_place` they overwrite it, since its address must stay."""
+    rows = x.index_select(0, index)
+    return x.copy_(rows) if in_place else rows
 
 
-def empty_codes(layout: PageLayout, rows: int, tokens: int) -> tuple[Codes, Codes]:
-    """Empty codes `[rows, H', tokens, width]` of keys and of values on the meta device."""
-    sides: tuple[Codes, Codes] = ({}, {})
-    for side, name, dtype, heads, width, _ in layout.planes:
-        sides[side][name] = torch.empty(rows, heads, tokens, width, dtype=dtype, device="meta")
-    return sides
+def _words(plane: Tensor, neighbours: int) -> Tensor:
+    """The pages of a plane `[G, H', n * PAGE, width]` as `[G, n, H', words]` of eight bytes, which torch copies as fast as one."""
+    return plane.unflatten(2, (neighbours, -1)).transpose(1, 2).flatten(3).view(torch.int64)
 
 
 def aligned(count: int, to: int) -> int:

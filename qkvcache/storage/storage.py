@@ -17,14 +17,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats.base import Codec, Codes
+from ..formats.base import Codec
 from ..kernels import (
     AttentionBudget,
     AttentionInputs,
@@ -39,9 +39,8 @@ from ..kernels import (
 )
 from ..kernels.pages import COLUMNS, CONTROL, DROPPED, LENGTH, RING_ROW, ROOM, SINK_ROW, SINKS, TOKENS, block_of
 from .head_pages import HeadPages
-from .paged import GROUP, PAGE, RowPages
-
-SIDES = ("key", "value")
+from .paged import GROUP, PAGE, SIDES, RowPages
+from .pool import both, selected
 
 
 def check_room(seq_length: int, tokens: int, max_length: int) -> None:
@@ -127,59 +126,45 @@ class LayerStorage:
         return dense(inputs.key), dense(inputs.value)
 
     def snapshot(self, row: int) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Row `row`, as views where possible.
-
-        Returns tensors of one row named `key.sinks`, `key.region.<buffer>`, `key.statistics.<buffer>`, `key.residual`,
-        and the same names with `value`, and counts that do not follow from shapes. Codes are not changed.
-        """
-        (sinks, residual), rows = self.zones(), slice(row, row + 1)
-        region = self.tokens.snapshot(row)
-        tensors: dict[str, Tensor] = {}
-        for side, first, codes, statistics, last in zip(SIDES, sinks, region, self.tokens.statistics, residual, strict=True):
-            tensors[f"{side}.sinks"] = first[rows]
-            tensors |= {f"{side}.region.{name}": x for name, x in codes.items()}
-            if self.tokens.calibrated:
-                tensors |= {f"{side}.statistics.{name}": x[rows] for name, x in statistics.items()}
-            tensors[f"{side}.residual"] = last[rows]
+        """Row `row`, as views where possible: tensors of one row by name, `key.sinks`, `key.residual`, the same with `value`, and those of
+        `PagedTokens.snapshot`; and counts that do not follow from shapes. Codes are not changed."""
+        tensors = self.tokens.snapshot(row)
+        for zone, sides in zip(("sinks", "residual"), self.zones(), strict=True):
+            tensors |= {f"{side}.{zone}": x[row : row + 1] for side, x in zip(SIDES, sides, strict=True)}
         return tensors, {}
 
     def check(self, tensors: dict[str, Tensor], numbers: dict[str, int], seen: int) -> None:
         """Raises ValueError unless these are a valid snapshot, for `restore`, of a row that has seen `seen` tokens.
         Names, dtypes and shapes must be those of this storage, which is empty and on the meta device, with the
         snapshot's number of tokens in each zone."""
-        like, codes = self.sinks, next((x for name, x in tensors.items() if name.startswith("key.region.")), None)
-        region: tuple[Codes, Codes] = ({}, {}) if codes is None else self.tokens.form(codes)
-        expected: dict[str, Tensor] = {}
-        for side, statistics, x, planes in zip(SIDES, self.tokens.statistics, like, region, strict=True):
-            for zone in ("sinks", "residual"):
-                expected[f"{side}.{zone}"] = x.new_empty(*x.shape[:2], tensors[f"key.{zone}"].shape[2], x.shape[3])
-            expected |= {f"{side}.region.{name}": plane for name, plane in planes.items()}
-            expected |= {f"{side}.statistics.{name}": plane for name, plane in statistics.items()}
-        expected |= self.metadata_form(tensors, codes)
+        columns = next((x.shape[2] for name, x in tensors.items() if name.startswith("key.region.")), 0)
+        sinks, residual = (tensors[f"key.{zone}"].shape[2] if f"key.{zone}" in tensors else 0 for zone in ("sinks", "residual"))
+        expected = self.form(tensors, sinks, columns, residual)
         for name in sorted(expected.keys() | tensors.keys()):
             found, wanted = (f"{list(x[name].shape)} in {x[name].dtype}" if name in x else "missing" for x in (tensors, expected))
             if found != wanted:
                 raise ValueError(f"{name!r} is {found}, expected {wanted}")
-        sinks, residual = (tensors[f"key.{zone}"].shape[2] for zone in ("sinks", "residual"))
         if sinks != min(seen, self.num_sink_tokens):
             raise ValueError(f"{sinks} sinks after {seen} tokens")
-        self.check_counts(tensors, numbers, seen, residual if codes is None else residual + codes.shape[2])
+        self.check_counts(tensors, numbers, seen, columns, residual)
 
-    def metadata_form(self, tensors: dict[str, Tensor], codes: Tensor | None) -> dict[str, Tensor]:
-        """Empty tensors of the shapes and dtypes of a snapshot's metadata. `codes`: a plane of codes of the
-        snapshot."""
-        return {}
+    def form(self, tensors: dict[str, Tensor], sinks: int, columns: int, residual: int) -> dict[str, Tensor]:
+        """Empty tensors of the names, dtypes and shapes of a snapshot with so many tokens in each zone. `tensors`: a snapshot, of which
+        shapes that the zones do not tell are taken."""
+        expected = self.tokens.form(columns)
+        for side, like in zip(SIDES, self.sinks, strict=True):
+            for zone, count in (("sinks", sinks), ("residual", residual)):
+                expected[f"{side}.{zone}"] = like.new_empty(*like.shape[:2], count, like.shape[3])
+        return expected
 
-    def check_counts(self, tensors: dict[str, Tensor], numbers: dict[str, int], seen: int, stored: int) -> None:
+    def check_counts(self, tensors: dict[str, Tensor], numbers: dict[str, int], seen: int, columns: int, residual: int) -> None:
         """Raises ValueError unless the counts of a snapshot agree with each other and with `seen`. Its tensors have
-        been checked. `stored`: columns of the region and of the residual."""
-        if numbers or stored != max(seen - self.num_sink_tokens, 0):
-            raise ValueError(f"{stored} tokens and counts {numbers}, after {seen} tokens")
+        been checked. `columns`: of the codes; `residual`: of the residual."""
+        raise NotImplementedError
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int]) -> None:
         """Copies the result of `snapshot` into this storage, which must be empty."""
-        codes, statistics = ((_named(tensors, f"key.{zone}."), _named(tensors, f"value.{zone}.")) for zone in ("region", "statistics"))
-        self.tokens.load(codes, statistics)
+        self.tokens.load(tensors)
 
 
 class Storage(LayerStorage):
@@ -217,7 +202,7 @@ class Storage(LayerStorage):
         """Whether a fork has the same sinks, residual and counts."""
         batch, device = like[0].shape[0], like[0].device
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
-            self.sinks = self.residual = like[0][:, :, :0], like[1][:, :, :0]
+            self.sinks = self.residual = both(lambda x: x.new_empty(*x.shape[:2], 0, x.shape[3]), like)
             self._grow(like[0].shape[2])
             self.control = torch.zeros(len(CONTROL), dtype=torch.int32, device=device)
             self.rows = torch.zeros(batch, len(COLUMNS), dtype=torch.int32, device=device)
@@ -297,8 +282,7 @@ class Storage(LayerStorage):
     def reserve(self, tokens: int) -> None:
         super().reserve(tokens)
         leaving, changed = self.overflow(tokens), self.shares_zones
-        if self.shares_zones:
-            self._copy_zones()
+        self._own_zones()
         if leaving > 0:
             changed |= self.tokens.reserve(leaving)
         if self.seq_length + tokens > self.most:
@@ -309,12 +293,12 @@ class Storage(LayerStorage):
         if changed:
             self.bind()
 
+    @torch.inference_mode(False)
     def _grow(self, tokens: int) -> None:
         """Makes room in the sinks and in the ring for what they hold of `tokens`. No token has left a ring that is not of full size."""
         full = self.num_sink_tokens, self.slots
         sinks, ring = full if self.static else map(zone_room, (tokens, max(tokens - self.num_sink_tokens, 1)), full)
-        with torch.inference_mode(False):
-            self.sinks, self.residual = extended(self.sinks, sinks), extended(self.residual, ring)
+        self.sinks, self.residual = extended(self.sinks, sinks), extended(self.residual, ring)
         grown = sinks < self.num_sink_tokens, ring < self.slots
         self.most = sinks if grown[0] else sinks + ring if grown[1] else 2**62
         """Tokens for which the sinks and the ring are large enough."""
@@ -334,13 +318,34 @@ class Storage(LayerStorage):
 
     def _counts(self) -> tuple[int, ...]:
         """The columns of `rows` from SINKS on."""
-        quantized, sinks = self.tokens.length, min(self.seq_length, self.num_sink_tokens)
-        return sinks, quantized % self.slots, self.seq_length - sinks - quantized, quantized, self.seq_length
+        (sinks, recent), quantized = self.exact_counts, self.tokens.length
+        return sinks, quantized % self.slots, recent, quantized, self.seq_length
 
-    # Adding tokens in eager code, after `reserve`.
+    @property
+    def exact_counts(self) -> tuple[int, int]:
+        """Tokens of the sinks, and of the ring."""
+        sinks = min(self.seq_length, self.num_sink_tokens)
+        return sinks, self.seq_length - sinks - self.tokens.length
+
+    # Adding tokens in eager code.
+
+    def add(self, x: Pair) -> AttentionInputs:
+        """Adds the tokens of a step, `[B, H, T, D]`, and returns the inputs of attention over all tokens: one token reads what is stored
+        then; several read what was stored before, and themselves. Raises ValueError if `max_length` does not allow them."""
+        self.sync_counts()
+        self.reserve(x[0].shape[2])
+        if x[0].shape[2] == 1:
+            self.append(x)
+            return self.attention_inputs()
+        exact, sinks = self._exact_with(x), self.exact_counts[0]
+        first, residual = both(lambda side: side[:, :, :sinks], exact), both(lambda side: side[:, :, sinks:], exact)
+        inputs = attention_inputs_of(first, self.tokens, residual, exact, self.budget)
+        self.append(x, exact)
+        return inputs
 
     def append(self, x: Pair, exact: Pair | None = None) -> None:
-        """Adds keys and values `[B, H, T, D]`: in one launch if there is a kernel. `exact`: `exact_with(x)`, if the caller has it."""
+        """Adds keys and values `[B, H, T, D]`, for which there is room, in one launch if there is a kernel. `exact`:
+        `_exact_with(x)`, if the caller has it."""
         tokens = x[0].shape[2]
         leaving, launch = self.overflow(tokens), self.launch if tokens == 1 else launch_of_step(self.inputs, x)
         if launch is not None:
@@ -349,12 +354,11 @@ class Storage(LayerStorage):
             launch(x)
             self.seq_length += tokens
             return
-        exact = self.exact_with(x) if exact is None else exact
+        exact = self._exact_with(x) if exact is None else exact
         stored, sinks = exact[0].shape[2] - tokens, min(self.seq_length + tokens, self.num_sink_tokens)
         if (missing := leaving - self.tokens.ahead) > 0:
             count = missing if tokens > 1 else min(self.group, self.tokens.capacity - self.tokens.length)
-            key, value = (side.narrow(2, sinks + self.tokens.ahead, count) for side in exact)
-            self.tokens.write((key, value))
+            self.tokens.write(both(lambda side: side.narrow(2, sinks + self.tokens.ahead, count), exact))
             if self.bound is not self.tokens.pages:
                 self.bind()
         self.tokens.count(leaving)
@@ -367,12 +371,11 @@ class Storage(LayerStorage):
             ring[:, :, : side.shape[2] - end] = side[:, :, end:]
         self.set_lengths(self.seq_length + tokens, self.tokens.length)
 
-    def exact_with(self, x: Pair) -> Pair:
+    def _exact_with(self, x: Pair) -> Pair:
         """The sinks, the residual and `x`, `[B, H, T, D]` each, in one tensor each, which shares no memory with the storage."""
         if not self.seq_length:
             return x
-        sinks = min(self.seq_length, self.num_sink_tokens)
-        count, at = self.seq_length - sinks - self.tokens.length, self.tokens.length % self.slots
+        (sinks, count), at = self.exact_counts, self.tokens.length % self.slots
         tail = min(count, self.slots - at)
         key, value = (
             torch.cat([first.narrow(2, 0, sinks), ring.narrow(2, at, tail), ring.narrow(2, 0, count - tail), new], dim=2)
@@ -380,51 +383,29 @@ class Storage(LayerStorage):
         )
         return key, value
 
-    def oldest(self, count: int) -> Pair:
-        """The oldest `count` tokens of the ring, in token order."""
-        key, value = self.residual
-        return _oldest(key, self.tokens.length, count), _oldest(value, self.tokens.length, count)
-
     # Inputs of attention.
 
     def attention_inputs(self) -> AttentionInputs:
         """The inputs of attention over all tokens, by reference: valid until the next token is added."""
-        key, value = self._side(0), self._side(1)
+        key, value = sides_of(self.sinks, self.tokens, self.residual, self.exact_counts)
         if not self.bound.by_page and self.budget is None:
             return AttentionInputs(key, value)
         return AttentionInputs(key, value, self.inputs.twin(max_length=self.tokens.length))
 
     def compiled_inputs(self, x: Pair) -> AttentionInputs:
         """The inputs of attention for a compiled step of one token, `x` `[B, H, 1, D]`, sized for `columns` tokens."""
-        shapes = ((*side.shape[:2], self.columns, side.shape[3]) for side in x)
-        key, value = (KeysOrValues.of((), shape, side.dtype, side.device) for shape, side in zip(shapes, x, strict=True))
+        key, value = both(lambda side: KeysOrValues.of((), (*side.shape[:2], self.columns, side.shape[3]), side.dtype, side.device), x)
         return AttentionInputs(key, value, self.inputs)
 
-    def attention_inputs_with(self, exact: Pair) -> AttentionInputs:
-        """The inputs of attention over all tokens and new ones that are not stored yet. `exact`: `exact_with(x)` of the
-        new ones, a copy that later steps do not change."""
-        sinks = min(self.seq_length, self.num_sink_tokens)
-        split = sinks, exact[0].shape[2] - sinks
-        (k_sinks, k_residual), (v_sinks, v_residual) = (x.split_with_sizes(split, dim=2) for x in exact)
-        first, residual = (k_sinks, v_sinks), (k_residual, v_residual)
-        return attention_inputs_of(first, self.tokens, residual, exact, self.budget)
-
-    def _side(self, side: int) -> KeysOrValues:
-        sinks = min(self.seq_length, self.num_sink_tokens)
-        count = self.seq_length - sinks - self.tokens.length
-        ring = self.residual[side]
-        return _side_of(self.tokens, side, self.sinks[side], sinks, ring, count, partial(_oldest, ring, self.tokens.length, count))
-
     def zones(self) -> tuple[Pair, Pair]:
-        sinks = min(self.seq_length, self.num_sink_tokens)
-        return (self.sinks[0][:, :, :sinks], self.sinks[1][:, :, :sinks]), self.oldest(self.seq_length - sinks - self.tokens.length)
+        sinks, count = self.exact_counts
+        return both(lambda x: x[:, :, :sinks], self.sinks), both(lambda x: _oldest(x, self.tokens.length, count), self.residual)
 
     # All tokens at once.
 
     def truncate(self, seq_length: int) -> None:
         """Keeps the first `seq_length` tokens."""
-        if self.shares_zones:
-            self._copy_zones()
+        self._own_zones()
         quantized = min(self.tokens.length, max(seq_length - self.num_sink_tokens, 0))
         self.tokens.truncate(quantized)
         self.set_lengths(seq_length, quantized)
@@ -443,40 +424,28 @@ class Storage(LayerStorage):
         self.truncate(0)
         self.bind()
 
+    def check_counts(self, tensors: dict[str, Tensor], numbers: dict[str, int], seen: int, columns: int, residual: int) -> None:
+        if numbers or residual > self.slots or columns + residual != max(seen - self.num_sink_tokens, 0):
+            raise ValueError(f"{columns} quantized and {residual} last tokens and counts {numbers}, after {seen} tokens")
+
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int]) -> None:
-        sinks, residual = ((tensors[f"key.{zone}"], tensors[f"value.{zone}"]) for zone in ("sinks", "residual"))
-        tokens = residual[0].shape[2]
-        fits = tokens <= self.slots  # files of older releases may have more
         super().restore(tensors, numbers)
-        zones = self.sinks, self.residual
-        self._grow(2**62 if self.tokens.length else sinks[0].shape[2] + tokens)
-        if self.bound is not self.tokens.pages or zones[0] is not self.sinks or zones[1] is not self.residual:
+        sinks, tokens = (tensors[f"key.{zone}"].shape[2] for zone in ("sinks", "residual"))
+        self._grow(2**62 if self.tokens.length else sinks + tokens)
+        self.set_lengths(sinks + self.tokens.length + tokens, self.tokens.length)
+        slots = torch.arange(self.tokens.length, self.tokens.length + tokens, device=self.rows.device) % self.slots
+        for side, first, ring in zip(SIDES, self.sinks, self.residual, strict=True):
+            first[:, :, :sinks] = tensors[f"{side}.sinks"]
+            ring[:, :, slots] = tensors[f"{side}.residual"]
+        if self.bound is not self.tokens.pages or self.inputs.sinks is not self.sinks or self.inputs.ring is not self.residual:
             self.bind()
-        for first, x in zip(self.sinks, sinks, strict=True):
-            first.narrow(2, 0, x.shape[2]).copy_(x)
-        exact = sinks[0].shape[2] + self.tokens.length
-        self.set_lengths(exact + tokens if fits else exact, self.tokens.length)
-        if not fits:
-            self.reserve(tokens)
-            self.append(residual)
-            return
-        at = self.tokens.length % self.slots
-        for ring, x in zip(self.residual, residual, strict=True):
-            for slot, part in zip((at, 0), x.tensor_split([self.slots - at], dim=2), strict=True):
-                if part.shape[2]:
-                    ring.narrow(2, slot, part.shape[2]).copy_(part)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keeps the rows with these indices; a row that occurs several times is repeated. Pages are shared until they are written; if
         tensors keep their addresses, those with as many rows are overwritten."""
         index = torch.tensor(rows, device=self.rows.device)
         in_place = self.static and len(rows) == len(self.rows)
-        with torch.inference_mode(False):
-            k_sinks, v_sinks, k_residual, v_residual, counts = (
-                x.copy_(x.index_select(0, index)) if in_place else x.index_select(0, index)
-                for x in (*self.sinks, *self.residual, self.rows)
-            )
-        self.sinks, self.residual, self.rows, self.shares_zones = (k_sinks, v_sinks), (k_residual, v_residual), counts, False
+        self._change(lambda x: selected(x, index, in_place))
         self._number_rows()
         self.tokens.select(rows)
         if self.static:  # compiled steps write without asking
@@ -493,20 +462,22 @@ class Storage(LayerStorage):
         twin.bind()
         return twin
 
-    def _copy_zones(self) -> None:
-        """Gives this fork its own sinks, residual and counts."""
-        with torch.inference_mode(False):
-            k_sinks, v_sinks, k_residual, v_residual = (x.clone() for x in (*self.sinks, *self.residual))
-            self.rows, self.control = self.rows.clone(), self.control.clone()
-        self.sinks, self.residual, self.shares_zones = (k_sinks, v_sinks), (k_residual, v_residual), False
+    def _own_zones(self) -> None:
+        """Gives a fork its own sinks, residual and counts."""
+        if self.shares_zones:
+            self._change(Tensor.clone)
+            self.control = self.control.clone()
+
+    @torch.inference_mode(False)
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replaces each tensor of sinks, residual and `rows` by `change(tensor)`."""
+        self.sinks, self.residual = both(change, self.sinks), both(change, self.residual)
+        self.rows, self.shares_zones = change(self.rows), False
 
     def move(self, device: torch.device, move: Callable[[Tensor], Tensor]) -> None:
         """Moves every tensor to `device` by `move(tensor)`."""
-        with torch.inference_mode(False):
-            k_sinks, v_sinks, k_residual, v_residual, self.rows, self.control = map(
-                move, (*self.sinks, *self.residual, self.rows, self.control)
-            )
-        self.sinks, self.residual = (k_sinks, v_sinks), (k_residual, v_residual)
+        self._change(move)
+        self.control = move(self.control)
         self.tokens.move(device, move)
         self.tokens.bind()
         self.bind()
@@ -526,18 +497,7 @@ def zone_room(tokens: int, most: int) -> int:
 
 def extended(x: Pair, tokens: int) -> Pair:
     """Keys and values `[B, H, T, D]` with zeros up to `tokens` tokens."""
-    if not x[0].shape[2]:
-        return zeros(x, tokens)
-    if x[0].shape[2] >= tokens:
-        return x
-    key, value = (F.pad(side, (0, 0, 0, tokens - side.shape[2])) for side in x)
-    return key, value
-
-
-def zeros(like: Pair, tokens: int) -> Pair:
-    """Keys and values `[B, H, tokens, D]` like `like` `[B, H, T, D]`."""
-    key, value = (x.new_zeros(*x.shape[:2], tokens, x.shape[3]) for x in like)
-    return key, value
+    return x if x[0].shape[2] >= tokens else both(lambda side: F.pad(side, (0, 0, 0, tokens - side.shape[2])), x)
 
 
 def _oldest(ring: Tensor, quantized: int, count: int) -> Tensor:
@@ -545,21 +505,6 @@ def _oldest(ring: Tensor, quantized: int, count: int) -> Tensor:
     at = quantized % max(ring.shape[2], 1)
     tail = ring[:, :, at : at + count]
     return tail if tail.shape[2] == count else torch.cat([tail, ring[:, :, : count - tail.shape[2]]], dim=2)
-
-
-def _side_of(
-    tokens: RowPages | HeadPages, side: int, first: Tensor, sinks: int, like: Tensor, count: int, recent: Callable[[], Tensor]
-) -> KeysOrValues:
-    """Keys (0) or values (1), shaped like `like` `[B, H, T, D]`: the first `sinks` tokens of `first`, the tokens now in `tokens`, and the
-    `count` tokens that `recent()` returns when they are read."""
-    packed = tokens.packed(side, block_of(like))
-
-    def build() -> tuple[Segment, ...]:
-        row: tuple[Segment, ...] = (Exact(first[:, :, :sinks]), *packed, Exact(recent()))
-        return tuple(segment for segment in row if segment.tokens)
-
-    batch, heads, _, dim = like.shape
-    return KeysOrValues(build, (batch, heads, sinks + tokens.length + count, dim), like.dtype, like.device)
 
 
 def attention_inputs_of(
@@ -575,14 +520,23 @@ def attention_inputs_of(
     return AttentionInputs(key, value, paged, joined)
 
 
-def sides_of(sinks: Pair, tokens: RowPages | HeadPages, residual: Pair) -> tuple[KeysOrValues, KeysOrValues]:
-    """The keys and the values of `sinks`, the tokens now in `tokens`, and `residual`, in this order."""
-    key, value = (
-        _side_of(tokens, side, first, first.shape[2], last, last.shape[2], partial(_oldest, last, 0, last.shape[2]))
-        for side, (first, last) in enumerate(zip(sinks, residual, strict=True))
-    )
-    return key, value
+def sides_of(
+    sinks: Pair, tokens: RowPages | HeadPages, residual: Pair, counts: tuple[int, int] | None = None
+) -> tuple[KeysOrValues, KeysOrValues]:
+    """The keys and the values of `sinks`, the tokens now in `tokens`, and `residual`, in this order. `counts`: of the sinks, and of the
+    residual, which is a ring; None: all, and a residual in token order."""
+    return both(lambda side: _side_of(sinks[side], tokens, residual[side], side, counts), (0, 1))
 
 
-def _named(tensors: dict[str, Tensor], prefix: str) -> Codes:
-    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+def _side_of(first: Tensor, tokens: RowPages | HeadPages, last: Tensor, side: int, counts: tuple[int, int] | None) -> KeysOrValues:
+    sinks, recent = counts or (first.shape[2], last.shape[2])
+    left = tokens.length if counts else 0
+    stored = tokens.length
+
+    def build() -> tuple[Segment, ...]:
+        packed = tokens.packed(side, block_of(last), stored)
+        row: tuple[Segment, ...] = (Exact(first[:, :, :sinks]), *packed, Exact(_oldest(last, left, recent)))
+        return tuple(segment for segment in row if segment.tokens)
+
+    batch, heads, _, dim = last.shape
+    return KeysOrValues(build, (batch, heads, sinks + stored + recent, dim), last.dtype, last.device)

@@ -34,14 +34,7 @@ def keys(held: Storage) -> Tensor:
 
 def step(held: Storage, new: Tensor) -> Tensor:
     """What attention sees of one update."""
-    held.reserve(new.shape[2])
-    if new.shape[2] == 1:
-        held.append((new, -new))
-        return held.attention_inputs().key.dense()
-    exact = held.exact_with((new, -new))
-    attention_inputs = held.attention_inputs_with(exact)
-    held.append((new, -new), exact)
-    return attention_inputs.key.dense()
+    return held.add((new, -new)).key.dense()
 
 
 def encoded(x: Tensor) -> Tensor:
