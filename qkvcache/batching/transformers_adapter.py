@@ -702,6 +702,8 @@ class CompressedManager(ContinuousBatchingManager):
             self.logit_processor: ContinuousBatchingLogitsProcessorList = Sampling(generation_config)
             if asked.max_memory_percent is None and on_cuda:
                 config.max_memory_percent = 0.8  # transformers' share where logits are processed
+        self._issued: set[str] = set()
+        """Ids that were made for requests to come: no other request has them."""
         self.compiled: list[torch.nn.Module] = []
         if compiling is not None:
             self.compiled = decoder_layers(model)
@@ -769,10 +771,12 @@ class CompressedManager(ContinuousBatchingManager):
         asked = ASKED.get()
         if request_id is None:
             (request_id,) = self._request_ids(1)
-        elif asked is None:
-            self._check_unused(request_id)
         if asked is not None:
             options = dict(asked.options)
+        elif request_id in self._issued:
+            self._issued.discard(request_id)
+        else:
+            self._check_unused(request_id)
         stop = options.pop("stop", None)
         try:
             wanted = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -834,7 +838,9 @@ class CompressedManager(ContinuousBatchingManager):
         with self._request_lock:
             first = self._request_counter
             self._request_counter += count
-        return [f"req_{first + i}" for i in range(count)]
+        names = [f"req_{first + i}" for i in range(count)]
+        self._issued.update(names)
+        return names
 
     def _forget(self, request_id: str) -> None:
         """Drops the handler of a request that will have no result."""
@@ -861,10 +867,7 @@ class CompressedManager(ContinuousBatchingManager):
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         """Makes or resets the processor on the current stream and waits for it, since other streams copy and compute the first batch."""
-        if isinstance(processor := getattr(self, "batch_processor", None), ContinuousBatchProcessor):
-            processor.reset()
-        else:
-            processor = self._make_processor()
+        processor = self._make_processor() if self.batch_processor is None else super()._create_batch_processor()
         if self.model.device.type == "cuda":
             torch.cuda.current_stream(self.model.device).synchronize()
         return processor

@@ -59,6 +59,18 @@ def test_an_id_belongs_to_one_request_at_a_time():
         assert len(collect(manager, ["a"])["a"].prompt_ids) == 30
 
 
+def test_ids_that_the_manager_makes_are_not_searched_for(monkeypatch):
+    """A thousand prompts would each be compared with all before."""
+    network, searched = tiniest(), []
+    with continuous_batching(network, "int8", **ZONES):
+        manager = network.init_continuous_batching(continuous_batching_config=pool())
+        monkeypatch.setattr(manager, "_check_unused", searched.append)
+        assert len({*manager.add_requests(prompts(3, 4, 5)), manager.add_request(prompts(3)[0])}) == 4
+        assert not searched and not manager._issued
+        manager.add_request(prompts(3)[0], request_id="req_0")
+    assert searched == ["req_0"]
+
+
 def test_an_answer_ends_at_the_last_position(monkeypatch):
     network = tiniest()
     monkeypatch.setattr(network.config, "max_position_embeddings", 64)
