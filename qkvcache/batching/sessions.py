@@ -21,7 +21,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from ..prefix.host_memory import THREADS, HostSnapshot
+from ..layers.snapshot import Snapshot
+from ..prefix.host_memory import THREADS
 from ..prefix.pages import StoredPages
 from .metrics import Metrics
 from .statistics import Statistics
@@ -39,7 +40,7 @@ class Fetch:
     nbytes: int
     first: int = 0
     names: list[bytes] = field(default_factory=list)
-    pages: list[HostSnapshot] = field(default_factory=list)
+    pages: list[Snapshot] = field(default_factory=list)
     future: Future | None = None
 
 
@@ -166,7 +167,7 @@ class Sessions:
         finally:
             self.copied.extend(blocks)
 
-    def _submit(self, name: bytes, page: HostSnapshot, now: int, index: int) -> None:
+    def _submit(self, name: bytes, page: Snapshot, now: int, index: int) -> None:
         if self.pages.directory is None:
             return
         with self._lock:
@@ -176,7 +177,7 @@ class Sessions:
             self.unwritten += page.nbytes
         self._writers.submit(self._write, name, page, now, index)
 
-    def _write(self, name: bytes, page: HostSnapshot, now: int, index: int) -> None:
+    def _write(self, name: bytes, page: Snapshot, now: int, index: int) -> None:
         reason = self.pages.write(name, page, now, index)
         with self._lock:
             self.unwritten -= page.nbytes

@@ -375,7 +375,7 @@ class CompressedPagedCache(PagedAttentionCache):
             if pages and self.can_store_request_tokens(state, len(pages) * held.tokens_per_page):
                 with stream_context(self.stream):
                     for block, page in zip(held.block_table[FETCHED][len(found) :], pages, strict=True):
-                        page.copy_into({"page": held._copy_view[block]})
+                        held._copy_view[block].copy_(page.to(held._copy_view.device, copy=False).tensors["page"])
                 held.mark_complete_blocks(FETCHED, tokens, len(pages))
         held.free_blocks(FETCHED)
 

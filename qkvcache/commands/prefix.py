@@ -84,15 +84,10 @@ def _row(path: Path, contents: bool) -> dict:
     row = {"file": path.name, "model": "", "tokens": 0, "bytes": stat.st_size, "used": stat.st_mtime}
     row |= {"cache": "", "cuts": None, "problem": ""}
     try:
-        page = disk.page_header(path)
-        file = page or disk.read_header(path)
+        file = disk.read_header(path)
         row |= {"model": file.model, "tokens": file.tokens, "cache": file.text, "cuts": file.cuts}
-        if contents and page:
-            disk.read_page(path)
-        elif contents and isinstance(file, disk.File):
-            for _ in disk.read(file):
-                pass
-            disk.read_checkpoints(file, file.tokens)
+        if contents:
+            file.checked()
     except (disk.Damaged, FileNotFoundError) as error:
         row["problem"] = str(error)
     return row

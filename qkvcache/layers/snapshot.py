@@ -12,7 +12,7 @@ after `INDEXER`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -30,7 +30,7 @@ from transformers.cache_utils import (
 )
 
 from ..formats import Identity
-from ..formats.base import Codes
+from ..formats.base import Codec, Codes
 from .compressed import CompressedLayer
 from .evicting import EvictingLayer
 from .hybrid import EvictingHybridLayer, HybridLayer
@@ -52,15 +52,19 @@ INDEXER = "indexer."
 """The beginning of the names of an indexer's tensors, `[B, N, T, width]`."""
 STATES = vars(LinearAttentionLayer()).keys() - {"device", "dtype"}
 """Attributes of linear attention that a snapshot holds."""
+Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtypes and shapes of tensors by name."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One row of one layer. `kind`: the kind of layer, or "empty"; `numbers`: counts of the layer that do not follow from shapes."""
+    """One row of one layer. `kind`: the kind of layer, or "empty"; `numbers`: counts of the layer that do not follow from shapes; `memory`:
+    the locked host memory in which the tensors are, if they are (`prefix/host_memory.py`)."""
 
     kind: str
     tensors: dict[str, Tensor] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
+    memory: Any = None
 
     @property
     def tokens(self) -> int | None:
@@ -87,6 +91,8 @@ class Snapshot:
         already are copied only with `copy`."""
         device = torch.device(device)
         tensors = {name: _copied(x, device) if copy or x.device != device else x for name, x in self.tensors.items()}
+        if self.memory is not None:
+            self.memory.record(device)
         return Snapshot(self.kind, tensors, self.numbers)
 
     @property
@@ -125,16 +131,13 @@ class Snapshot:
         if self.whole or count is None or not 0 < tokens < count:
             raise ValueError(f"{tokens} tokens of a {self.kind} layer that has seen {count}: take all of them, or fewer if it can be cut")
         numbers = self.numbers | ({"seen": tokens} if "seen" in self.numbers else {})
-        if self.kind != "compressed":
-            return replace(self, tensors={name: x[:, :, :tokens] for name, x in self.tensors.items()}, numbers=numbers)
         sinks = self._zone("sinks")
         begins = {"region": sinks, "residual": sinks + self._zone("region")}
         kept = {}
         for name, x in self.tensors.items():
-            part, zone = name.split(".")[:2]
-            begin = 0 if f"{part}." == INDEXER else begins.get(zone, 0)
-            kept[name] = x if zone == "statistics" else x[:, :, : max(tokens - begin, 0)]
-        return replace(self, tensors=kept)
+            zone = name.split(".")[1] if name.startswith(("key.", "value.")) else ""
+            kept[name] = x if zone == "statistics" else x[:, :, : max(tokens - begins.get(zone, 0), 0)]
+        return replace(self, tensors=kept, numbers=numbers)
 
     def _zone(self, zone: str) -> int:
         """The number of tokens in a zone, the same for keys and values."""
@@ -184,8 +187,7 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int = 0) -> Snapshot:
 
 def checkpoint(layer: Layer) -> Snapshot | None:
     """`snapshot(layer).checkpoint`, as views, without a copy of tokens that can be cut."""
-    kind = KINDS.get(type(layer))
-    if kind in ("sliding", "linear"):
+    if KINDS.get(type(layer)) == "sliding":
         return snapshot(layer)
     return _state(layer, 0) if isinstance(layer, LinearAttentionLayer) else None
 
@@ -199,17 +201,6 @@ def _indexer(layer: Layer) -> Codes:
     return {name: x for name, x in found.items() if x is not None}
 
 
-def copy_indexer(into: Layer, layer: Layer, tokens: int | None = None, row: int = 0) -> None:
-    """Gives `into` what the indexer of `layer`, a layer of the other kind, has of the first `tokens` tokens of a row."""
-    if not isinstance(into, IndexedLayer | DynamicIndexedLayer):
-        return
-    keys = layer.dense_indexer() if isinstance(layer, IndexedLayer) else layer.indexer_keys
-    if keys is not None:
-        into.update_indexer(keys[row : row + 1, :tokens])
-    if (ids := getattr(layer, "indexer_position_ids", None)) is not None:  # older releases have none
-        into.indexer_position_ids = ids[:, row : row + 1, :tokens]
-
-
 def _state(layer: Layer, row: int) -> Snapshot:
     """The states of a row of `layer`, as views."""
     states = dict(_states(layer))
@@ -217,25 +208,43 @@ def _state(layer: Layer, row: int) -> Snapshot:
     return Snapshot("linear", tensors, {name: int(x) for name, x in states.items() if isinstance(x, bool | int)})
 
 
+def copy_tokens(into: Layer, layer: Layer, tokens: int | None = None, row: int = 0) -> None:
+    """Gives `into`, which is empty, the first `tokens` tokens of a row of `layer`: one of the two is compressed, the other dense."""
+    rows = slice(row, row + 1)
+    into.update(*(x[rows, :, :tokens] for x in (layer.dense() if isinstance(layer, CompressedLayer) else (layer.keys, layer.values))))
+    if not isinstance(into, IndexedLayer | DynamicIndexedLayer):
+        return
+    keys = layer.dense_indexer() if isinstance(layer, IndexedLayer) else layer.indexer_keys
+    if keys is not None:
+        into.update_indexer(keys[rows, :tokens])
+    if (ids := getattr(layer, "indexer_position_ids", None)) is not None:  # older releases have none
+        into.indexer_position_ids = ids[:, rows, :tokens]
+
+
 def restore(layer: Layer, stored: Snapshot, device: torch.device | str) -> None:
-    """Copies `stored` to `device` into `layer`, which is empty. Raises ValueError for a layer of another kind.
+    """Copies `stored` to `device` into `layer`, which is empty. A dense snapshot is quantized for a compressed layer.
 
     Layers of this library are copied to a GPU on a separate stream and waited for when they are read
     (`CompressedLayer.arrival`): a model computes its first layers meanwhile, and the host does not wait for copies when
-    it reads results."""
+    it reads results. Raises ValueError for a layer of another kind."""
+    kind, device = KINDS.get(type(layer)), torch.device(device)
     if stored.kind == "empty":
         return
-    if KINDS.get(type(layer)) != stored.kind:
+    if stored.kind == "dense" and kind == "compressed":
+        dense = DynamicIndexedLayer()
+        restore(dense, stored.attention, device)
+        copy_tokens(layer, dense)
+    elif kind != stored.kind:
         raise ValueError(f"a {stored.kind} snapshot cannot be put into a {type(layer).__name__}")
+    elif isinstance(layer, CompressedLayer) and device.type == "cuda":
+        stream = _copies_to(device)
+        stream.wait_stream(torch.cuda.current_stream(device))  # which may still read memory that is reused here
+        with torch.cuda.stream(stream):
+            _restore_tokens(layer, stored, device)
+        layer.arrival = stream.record_event()
+    elif kind != "linear":
+        _restore_tokens(layer, stored, device)
     restore_states(layer, stored, device)
-    if not isinstance(layer, CompressedLayer) or torch.device(device).type != "cuda":
-        _restore(layer, stored, device)
-        return
-    stream = _copies_to(torch.device(device))
-    stream.wait_stream(torch.cuda.current_stream(stream.device))  # which may still read memory that is reused here
-    with torch.cuda.stream(stream):
-        _restore(layer, stored, device)
-    layer.arrival = stream.record_event()
 
 
 @functools.cache
@@ -244,94 +253,9 @@ def _copies_to(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def check_checkpoint(layer: Layer, stored: Snapshot, end: Snapshot, seen: int) -> None:
-    """Raises ValueError unless `stored` can be the checkpoint of `layer` after `seen` tokens. `end`: a later snapshot, checked before."""
-    like = end.checkpoint
-    if like is None or (stored.kind, stored.tensors.keys(), stored.numbers.keys()) != (like.kind, like.tensors.keys(), like.numbers.keys()):
-        raise ValueError(f"{sorted(stored.tensors)} and {sorted(stored.numbers)} as a checkpoint of a {type(layer).__name__}")
-    for name, x in like.tensors.items():
-        own = stored.tensors[name]
-        grows = name in ("keys", "values") and own.ndim == 4
-        if own.dtype is not x.dtype or own.shape != (x.shape if not grows else (*x.shape[:2], own.shape[2], x.shape[3])):
-            raise ValueError(f"{name} of {list(own.shape)} in {own.dtype}, and later of {list(x.shape)} in {x.dtype}")
-    if stored.states.numbers != like.states.numbers:
-        raise ValueError(f"counts {stored.states.numbers}, and later {like.states.numbers}")
-    if stored.kind == "sliding":
-        check(layer, stored, seen)
-
-
-def check(layer: Layer, stored: Snapshot, seen: int) -> None:
-    """Raises ValueError unless `restore` can put `stored` into `layer`, which is empty, as the first `seen` tokens of a row: names, dtypes,
-    shapes and counts must be those of a snapshot of this layer. Otherwise a file could name any attribute and any size."""
-    kind, numbers = stored.kind, stored.numbers
-    quantizes = kind == "dense" and type(layer) in (CompressedLayer, HybridLayer, IndexedLayer)
-    if kind not in ("empty", KINDS.get(type(layer))) and not quantizes:
-        raise ValueError(f"a snapshot of kind {kind!r} for a {type(layer).__name__}")
-    if not isinstance(numbers, dict) or any(type(x) is not int or not 0 <= x < 2**31 for x in numbers.values()):
-        raise ValueError(f"counts {numbers!r}")
-    tensors, numbers = stored.attention.tensors, stored.attention.numbers
-    indexer = {name.removeprefix(INDEXER): x for name, x in tensors.items() if name.startswith(INDEXER)}
-    tensors = {name: x for name, x in tensors.items() if not name.startswith(INDEXER)}
-    if indexer:
-        _check_indexer(layer, kind, indexer, seen)
-    own, counts, states = stored.states.tensors, stored.states.numbers, dict(_states(layer))
-    allowed = {name for name in states if name.removeprefix(STATE).partition(".")[0] in ("conv_states", "recurrent_states")}
-    fixed = {name: x for name, x in states.items() if type(x) is int and kind != "empty"}
-    if not own.keys() <= allowed or not counts.keys() <= states.keys() - allowed or fixed.items() - counts.items():
-        raise ValueError(f"{sorted(own)} and {sorted(counts)} for a {type(layer).__name__}")
-    flags = {name: f"{STATE}is_{name.removeprefix(STATE).replace('_states', '_states_initialized')}" for name in allowed}
-    if kind != "empty" and any(counts.get(flag) != (name in own) for name, flag in flags.items()):
-        raise ValueError(f"states {sorted(own)} with {counts}")
-    if any(x.ndim < 3 or len(x) != 1 or not x.dtype.is_floating_point for x in own.values()):
-        raise ValueError(f"states that are not of one row: {sorted(own)}")
-    if kind == "linear":
-        if tensors or numbers:
-            raise ValueError(f"{sorted(tensors)} and {sorted(numbers)} for a {type(layer).__name__}")
-    elif kind in ("compressed", "evicting"):
-        like = _vectors(tensors, "key.sinks", "value.sinks")
-        layer.format.check(*(x.shape[3] for x in like))
-        key, value = (x[:, :, :0].to("meta") for x in like)
-        layer.make_storage((key, value)).check(tensors, numbers, seen)
-    elif kind == "empty":
-        if tensors or numbers:
-            raise ValueError(f"{sorted(tensors)} for an empty layer")
-    else:
-        keys, values = _vectors(tensors, "keys", "values")
-        held = min(seen, layer.sliding_window - 1) if kind == "sliding" and layer.sliding_window > 1 else seen
-        alike = keys.shape[:3] == values.shape[:3] and keys.dtype is values.dtype and keys.shape[2] == held
-        if not alike or len(tensors) > 2 or numbers != ({"seen": seen} if kind == "sliding" else {}):
-            raise ValueError(f"{sorted(tensors)} of {keys.shape[2]} and {values.shape[2]} tokens, counts {numbers}, after {seen} tokens")
-
-
-def _check_indexer(layer: Layer, kind: str, tensors: Codes, seen: int) -> None:
-    """Raises ValueError unless these can be the tensors of the indexer of `layer` after `seen` tokens."""
-    if not isinstance(layer, IndexedLayer | DynamicIndexedLayer) or kind == "empty":
-        raise ValueError(f"an indexer's {sorted(tensors)} for a {type(layer).__name__}")
-    codec = layer.indexer_codec if isinstance(layer, IndexedLayer) and kind == "compressed" else Identity().key
-    width = tensors["codes"].shape[-1] if "codes" in tensors and tensors["codes"].ndim else 0
-    like = {x.name: (x.dtype, (1, 1, seen, x.width)) for x in codec.buffers(width)} if width else {}
-    for name, x in tensors.items():
-        dtype, shape = like.get(name, (torch.int64, (1, *x.shape[1:2], seen, 1)))
-        right = x.dtype is dtype if dtype else x.dtype.is_floating_point
-        if (name not in like and name != POSITIONS) or not right or x.shape != shape:
-            raise ValueError(f"an indexer's {name} of {list(x.shape)} in {x.dtype} after {seen} tokens")
-    if missing := like.keys() - tensors.keys():
-        raise ValueError(f"an indexer's {sorted(tensors)} without {sorted(missing)}")
-
-
-def _vectors(tensors: dict[str, Tensor], *names: str) -> list[Tensor]:
-    """The tensors of these names. Raises ValueError unless all exist and are keys or values `[1, H, T, D]`."""
-    found = [tensors[name] for name in names if name in tensors]
-    if len(found) < len(names) or any(x.ndim != 4 or len(x) != 1 or not x.dtype.is_floating_point for x in found):
-        raise ValueError(f"no {' and '.join(names)} of one row among {sorted(tensors)}")
-    if any(x.ndim != 4 for name, x in tensors.items() if name.startswith(("key.", "value."))):
-        raise ValueError("keys or values that are not by token")
-    return found
-
-
-def _restore(layer: Layer, stored: Snapshot, device: torch.device | str) -> None:
+def _restore_tokens(layer: Layer, stored: Snapshot, device: torch.device) -> None:
     tensors, numbers = stored.attention.to(device, copy=stored.kind != "compressed").tensors, stored.attention.numbers
-    indexer = {name.removeprefix(INDEXER): tensors.pop(name) for name in list(tensors) if name.startswith(INDEXER)}
+    indexer = _take_indexer(tensors)
     if isinstance(layer, CompressedLayer):
         region, tokens = stored._zone("region"), stored.tokens or 0
         if region:  # the storage for them has no spare page
@@ -343,16 +267,20 @@ def _restore(layer: Layer, stored: Snapshot, device: torch.device | str) -> None
         if isinstance(layer, IndexedLayer):
             layer.indexer = indexer
             layer.indexer_empty = not layer.indexer_codes
-    elif stored.kind != "linear":
-        keys, values = tensors["keys"], tensors["values"]
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.cumulative_length = numbers["seen"]
-        if "codes" in indexer:
-            layer.update_indexer(indexer["codes"][:, 0])
-        if POSITIONS in indexer:
-            layer.indexer_position_ids = indexer[POSITIONS][..., 0].transpose(0, 1)
+        return
+    layer.lazy_initialization(tensors["keys"], tensors["values"])
+    layer.keys, layer.values = tensors["keys"], tensors["values"]
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.cumulative_length = numbers["seen"]
+    if "codes" in indexer:
+        layer.update_indexer(indexer["codes"][:, 0])
+    if POSITIONS in indexer:
+        layer.indexer_position_ids = indexer[POSITIONS][..., 0].transpose(0, 1)
+
+
+def _take_indexer(tensors: dict[str, Tensor]) -> Codes:
+    """The tensors of an indexer, which are removed from `tensors`."""
+    return {name.removeprefix(INDEXER): tensors.pop(name) for name in list(tensors) if name.startswith(INDEXER)}
 
 
 def _copied(x: Tensor, device: torch.device) -> Tensor:
@@ -388,3 +316,87 @@ def _set_state(layer: LinearAttentionLayer, name: str, value: object) -> None:
         getattr(layer, name)[int(number)] = value
     else:
         setattr(layer, name, value)
+
+
+# Snapshots from files, which could name any attribute and any size.
+
+
+def check(layer: Layer, stored: Snapshot, seen: int) -> None:
+    """Raises ValueError, LookupError or RuntimeError unless `restore` can put `stored` into `layer`, which is empty, as the first `seen`
+    tokens of a row: names, dtypes, shapes and counts must be those of a snapshot of this layer."""
+    kind, own = stored.kind, KINDS.get(type(layer))
+    if kind not in ("empty", own) and (kind, own) != ("dense", "compressed"):
+        raise ValueError(f"a snapshot of kind {kind!r} for a {type(layer).__name__}")
+    if not isinstance(stored.numbers, dict) or any(type(x) is not int or not 0 <= x < 2**31 for x in stored.numbers.values()):
+        raise ValueError(f"counts {stored.numbers!r}")
+    if kind != "empty":
+        _check_states(layer, stored.states)
+        stored = stored.attention
+    tensors, numbers = stored.tensors.copy(), stored.numbers
+    forms: Forms = {}
+    counts: dict[str, int] = {}
+    if kind != "empty" and isinstance(layer, IndexedLayer | DynamicIndexedLayer):
+        codec = layer.indexer_codec if isinstance(layer, IndexedLayer) and kind == "compressed" else Identity().key
+        _check_forms(indexer := _take_indexer(tensors), _indexer_forms(codec, indexer, seen))
+    if kind in ("compressed", "evicting"):
+        key, value = (_of_a_row(tensors[f"{side}.sinks"])[:, :, :0].to("meta") for side in ("key", "value"))
+        layer.format.check(key.shape[3], value.shape[3])
+        layer.make_storage((key, value)).check(tensors, numbers, seen)
+        return
+    if kind in ("dense", "sliding"):
+        keys, values = tensors["keys"], _of_a_row(tensors["values"])
+        held = min(seen, layer.sliding_window - 1) if kind == "sliding" and layer.sliding_window > 1 else seen
+        forms = {name: (values.dtype, (1, keys.shape[1], held, x.shape[3])) for name, x in (("keys", keys), ("values", values))}
+        counts = {"seen": seen} if kind == "sliding" else {}
+    _check_forms(tensors, forms)
+    if numbers != counts:
+        raise ValueError(f"counts {numbers} after {seen} tokens")
+
+
+def check_checkpoint(layer: Layer, stored: Snapshot, end: Snapshot, seen: int) -> None:
+    """Raises ValueError unless `stored` can be the checkpoint of `layer` after `seen` tokens. `end`: a later snapshot, checked before."""
+    like = end.checkpoint
+    if like is None or (stored.kind, stored.numbers.keys(), stored.states.numbers) != (like.kind, like.numbers.keys(), like.states.numbers):
+        raise ValueError(f"counts {stored.numbers} as a checkpoint of a {type(layer).__name__}")
+    tokens = slice(0 if stored.kind == "sliding" else None)
+    forms = {name: (x.dtype, x[:, :, tokens].shape) for name, x in like.tensors.items()}
+    _check_forms({name: x[:, :, tokens] for name, x in stored.tensors.items()}, forms)
+    if stored.kind == "sliding":
+        check(layer, stored, seen)
+
+
+def _check_states(layer: Layer, stored: Snapshot) -> None:
+    """Raises ValueError unless these can be the states of `layer`: those that its flags say are there."""
+    tensors, counts, empty = stored.tensors, stored.numbers, dict(_states(layer))
+    flags = {name: name.replace(STATE, f"{STATE}is_").replace("_states.", "_states_initialized.") for name in empty}
+    there = {name for name, flag in flags.items() if counts.get(flag)}
+    fixed = {name: x for name, x in empty.items() if type(x) is int}
+    if tensors.keys() != there or not counts.keys() <= empty.keys() - there or fixed.items() - counts.items():
+        raise ValueError(f"{sorted(tensors)} and {counts} for a {type(layer).__name__}")
+    if any(_of_a_row(x).ndim < 3 for x in tensors.values()):
+        raise ValueError(f"states {sorted(tensors)} of fewer than three dimensions")
+
+
+def _indexer_forms(codec: Codec, tensors: Codes, seen: int) -> Forms:
+    """The forms of the tensors of an indexer after `seen` tokens, with as many channels and positions as these have."""
+    forms: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    if "codes" in tensors:
+        codes = tensors["codes"]
+        forms = {x.name: (x.dtype or _of_a_row(codes).dtype, (1, 1, seen, x.width)) for x in codec.buffers(codes.shape[-1])}
+    if POSITIONS in tensors:
+        forms[POSITIONS] = torch.int64, (1, *tensors[POSITIONS].shape[1:2], seen, 1)
+    return forms
+
+
+def _of_a_row(x: Tensor) -> Tensor:
+    """The tensor. Raises ValueError unless it has one row of floating-point numbers."""
+    if len(x) != 1 or not x.dtype.is_floating_point:
+        raise ValueError(f"{list(x.shape)} in {x.dtype} where one row of vectors is stored")
+    return x
+
+
+def _check_forms(tensors: dict[str, Tensor], forms: Forms) -> None:
+    for name in sorted(forms.keys() | tensors.keys()):
+        found = (tensors[name].dtype, tuple(tensors[name].shape)) if name in tensors else "missing"
+        if found != forms.get(name):
+            raise ValueError(f"{name!r} is {found}, expected {forms.get(name, 'nothing')}")

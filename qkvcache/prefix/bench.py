@@ -21,10 +21,9 @@ from ..formats import FormatLike
 from ..layers.snapshot import Snapshot
 from ..planning.model import shapes
 from . import disk, match
-from .entry import CacheTemplate, restore_cache, snapshot_cache
+from .entry import CacheTemplate, snapshot_cache
 from .host_memory import Blocks
 
-NAME = bytes(match.NAME)
 REPEATS = 3
 Result = TypeVar("Result")
 
@@ -44,29 +43,37 @@ def measure(
     """
     if not contexts or min(contexts) < 2:
         raise ValueError(f"contexts={list(contexts)}: must be numbers of tokens, 2 or more")
-    template, dense = CacheTemplate(CompressedCache(config, format=format), config), CacheTemplate(DynamicCache(config=config), config)
+    template = CacheTemplate(CompressedCache(config, format=format), config)
+    devices = [device] * len(template)
 
-    def least(layers: Callable[[], Iterable[Snapshot]]) -> float:
-        devices = [device] * len(template)
-        return min(_timed(device, lambda: restore_cache(template, layers(), template, devices))[1] for _ in range(REPEATS))
+    def least(layers: Callable[[int], Iterable[Snapshot]], count: int) -> float:
+        return min(_timed(device, lambda: template.restore(layers(count), devices, template))[1] for _ in range(REPEATS))
 
     for tokens in contexts:
-        key = match.encode(NAME, torch.zeros(tokens, dtype=torch.int64))
-        store_ms = []
+        key, store_ms = match.encode(bytes(match.NAME), torch.zeros(tokens, dtype=torch.int64)), []
         for _ in range(REPEATS):
             cache = _random(config, tokens, dtype, device)
             nbytes = measured(cache.layers).total
-            entry, ms = _timed(device, partial(snapshot_cache, cache, template, key, 0, True, 2**63, dense))
+            entry, ms = _timed(device, partial(snapshot_cache, cache, template, key, 0, True, 2**63, release=True))
             store_ms.append(ms)
-            del cache
-        file, write_ms = _timed(device, partial(disk.write, directory, entry, config.model_type))
-        sources = entry.cut, lambda count, file=file: disk.read(file, count, Blocks() if device.type == "cuda" else None)
-        fetch_ms, read_ms = ([least(partial(layers, count)) for count in (tokens, tokens // 2)] for layers in sources)
-        sizes = {"tokens": tokens, "bytes": entry.nbytes, "bytes_per_token": entry.nbytes / tokens, "ratio": nbytes / entry.nbytes}
-        times = {"store_ms": min(store_ms), "fetch_ms": fetch_ms[0], "fetch_half_ms": fetch_ms[1]}
-        files = {"write_ms": write_ms, "read_ms": read_ms[0], "read_half_ms": read_ms[1]}
+        file, write_ms = _timed(device, partial(disk.write_entry, directory, entry, config.model_type))
+
+        def read(count: int, file: disk.File = file) -> Iterable[Snapshot]:
+            return disk.read(file, count, Blocks() if device.type == "cuda" else None)
+
+        yield {
+            "tokens": tokens,
+            "bytes": entry.nbytes,
+            "bytes_per_token": entry.nbytes / tokens,
+            "ratio": nbytes / entry.nbytes,
+            "store_ms": min(store_ms),
+            "fetch_ms": least(entry.cut, tokens),
+            "fetch_half_ms": least(entry.cut, tokens // 2),
+            "write_ms": write_ms,
+            "read_ms": least(read, tokens),
+            "read_half_ms": least(read, tokens // 2),
+        }
         file.path.unlink()
-        yield sizes | times | files
 
 
 def _random(config: PreTrainedConfig, tokens: int, dtype: torch.dtype, device: torch.device) -> DynamicCache:
@@ -80,11 +87,9 @@ def _random(config: PreTrainedConfig, tokens: int, dtype: torch.dtype, device: t
 
 def _timed(device: torch.device, call: Callable[[], Result]) -> tuple[Result, float]:
     """The result of `call` and its time in milliseconds, the device's work included."""
-    gpu = device.type == "cuda"
-    if gpu:
-        torch.cuda.synchronize(device)
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else bool
+    wait()
     begin = time.perf_counter()
     result = call()
-    if gpu:
-        torch.cuda.synchronize(device)
+    wait()
     return result, 1000 * (time.perf_counter() - begin)

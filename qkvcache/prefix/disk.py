@@ -1,14 +1,12 @@
-"""Entries as safetensors files in a directory that any number of processes share.
+"""Entries, and pages of continuous batching, as safetensors files in a directory that any number of processes share.
 
-A file name consists of the name of the model, the name of the cache template and a digest of the tokens, so that the
-directory is the index. A file is renamed into place, so that it is complete when it appears. Its header has a digest of
-itself and, for every layer, a digest of each `CHUNK` tokens, so that a fetch reads and checks only the tokens that it
-matched. Digests detect damage and mistakes; they are not a signature.
+A file name consists of the names of the model and of the cache template, and a digest of the tokens, so that the directory is the index.
+A file is renamed into place, so that it is complete when it appears. It holds parts, which are snapshots: layers, checkpoints and token
+ids, or a page. Its header has digests of every `CHUNK` tokens of each part, so that a fetch reads and checks only the tokens that it
+matched; one more digest covers the header and the file name. Digests detect damage and mistakes; they are not a signature.
 
 A file is used by setting its time of modification. A file that stays whatever its age and the room has an empty file beside it,
 of its name and `PINNED`.
-
-A page of continuous batching (`pages.py`) is a file of the same directory, with a name of the same form and one tensor.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
 import numpy
-import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -51,7 +49,10 @@ fewer the bus waits."""
 SUFFIX, WRITING, PINNED = ".safetensors", ".writing", ".pinned"
 LONGEST_WRITE = 3600
 """Seconds after which a folder that a process writes into counts as left by a killed process."""
-_NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-([0-9a-f]{32})\.safetensors")
+IDS, PAGE = "ids", "page"
+"""The names of the parts that are no layers."""
+Copy = Callable[[Snapshot], Snapshot]
+_NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-[0-9a-f]{32}\.safetensors")
 
 
 class Damaged(Exception):
@@ -60,70 +61,100 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class File:
-    """The header of an entry's file. `text` describes the template, `model` the model; `cuts` are those of the entry; `checkpoints`
-    describes them by tokens and layer; `digest` covers the header and the token ids."""
+    """A file whose header was checked. `key` of an entry; `text` describes the cache or the page, `model` the model; `whole`: whether the
+    entry is cut at checkpoints alone; `parts`: kind, numbers and digests of each part, by layer, or layer and tokens of a checkpoint."""
 
     path: Path
     key: bytes
-    template: bytes
     text: str
     model: str
-    cuts: match.Cuts
-    layers: list[dict]
-    checkpoints: dict[int, dict[int, dict]]
-    digest: str
+    tokens: int
+    whole: bool
+    parts: dict[str, dict]
 
     @property
-    def tokens(self) -> int:
-        return match.length(self.key)
+    def cuts(self) -> match.Cuts:
+        return (*self._checkpoints(), self.tokens) if self.whole else None
+
+    def _checkpoints(self) -> list[int]:
+        return sorted({int(name.partition("@")[2]) for name in self.parts if "@" in name})
+
+    def snapshots(self) -> dict[str, Snapshot]:
+        """The parts, unchecked, whose tensors are views of the file."""
+        tensors: dict[str, dict[str, Tensor]] = {name: {} for name in self.parts}
+        with safe_open(self.path, framework="pt") as handle:
+            for name in handle.keys():  # noqa: SIM118  (it is no dictionary)
+                part, _, own = name.partition(".")
+                tensors[part][own] = handle.get_tensor(name)
+        return {name: Snapshot(x["kind"], tensors[name], x["numbers"]) for name, x in self.parts.items()}
+
+    def layers(self, template: CacheTemplate | None) -> tuple[list[Snapshot], Checkpoints]:
+        """The layers and the checkpoints of an entry, of which names, shapes and counts are checked if `template` is given."""
+        parts = self.snapshots()
+        layers = [parts[str(i)] for i in range(sum(map(str.isdigit, parts)))]
+        checkpoints = {at: [parts.get(f"{i}@{at}") for i in range(len(layers))] for at in self._checkpoints()}
+        if template is not None:
+            template.check(layers, self.tokens, checkpoints)
+        return layers, checkpoints
+
+    def verify(self, name: str, part: Snapshot, chunks: int | None = None) -> None:
+        """Raises Damaged if the first `chunks` chunks of a part are not what was written; None: all."""
+        if _sums(part, chunks) != self.parts[name]["sums"][:chunks]:
+            raise Damaged(f"the contents of {name if name in (IDS, PAGE) else f'layer {name}'} were changed")
+
+    def checked(self) -> dict[str, Snapshot]:
+        """All parts. Raises Damaged if one is not what was written, FileNotFoundError if the file was removed."""
+        with _reading(self.path):
+            parts = self.snapshots()
+            for name, part in parts.items():
+                self.verify(name, part)
+        return parts
 
 
-def file_name(key: bytes, template: bytes) -> str:
+def file_name(key: bytes) -> str:
     """The file name of an entry: the model's name, the template's name and a digest of the tokens, in hex."""
-    tokens = hashlib.blake2b(key, digest_size=16).hexdigest()
-    return f"{key[: match.NAME].hex()}-{template.hex()}-{tokens}{SUFFIX}"
+    half = match.NAME // 2
+    return f"{key[:half].hex()}-{key[half : match.NAME].hex()}-{hashlib.blake2b(key, digest_size=16).hexdigest()}{SUFFIX}"
 
 
-def write(directory: Path, entry: Entry, model: str) -> File:
-    """Writes the entry into a folder of this process and moves the file into `directory`. Raises OSError if that fails,
-    and leaves no part of a file."""
-    parts = {str(i): layer for i, layer in enumerate(entry.layers)}
+def write_entry(directory: Path, entry: Entry, model: str, room: Callable[[int], None] | None = None) -> File:
+    """Writes an entry of a model of type `model` as `write` does."""
+    ids = Snapshot(IDS, {IDS: match.decode(entry.key).int()})
+    parts = {IDS: ids} | {str(i): layer for i, layer in enumerate(entry.layers)}
     parts |= {f"{i}@{at}": x for at, layers in entry.checkpoints.items() for i, x in enumerate(layers) if x is not None}
-    tensors = {f"{part}.{name}": x for part, layer in parts.items() for name, x in layer.tensors.items()}
+    header = {"text": entry.template.text, "model": model, "tokens": match.length(entry.key), "whole": entry.cuts is not None}
+    return write(directory / file_name(entry.key), parts, header, room, entry.key)
+
+
+def write(path: Path, parts: dict[str, Snapshot], header: dict, room: Callable[[int], None] | None = None, key: bytes = b"") -> File:
+    """Writes a file of `parts` with a `header`. `room` is called with its size before it appears. Raises OSError if that fails, and leaves
+    no part of a file."""
     with ThreadPoolExecutor(THREADS) as pool:
         sums = pool.map(_sums, parts.values())
-        described = {p: {"kind": x.kind, "numbers": x.numbers, "sums": y} for (p, x), y in zip(parts.items(), sums, strict=True)}
-    header = {
-        "template": entry.template.name.hex(),
-        "text": entry.template.text,
-        "model": model,
-        "identity": entry.key[: match.NAME].hex(),
-        "cuts": entry.cuts,
-        "layers": [described.pop(str(i)) for i in range(len(entry.layers))],
-        "checkpoints": described,
-    }
-    text, ids = json.dumps(header), match.decode(entry.key).int()
-    digest = _digest(text.encode(), ids)
-    metadata = {"qkvcache_prefix": str(VERSION), "header": text, "digest": digest}
-    final = save(directory / file_name(entry.key, entry.template.name), tensors | {"ids": ids}, metadata)
-    return _file(final, header, ids, digest)
+        described = {name: {"kind": x.kind, "numbers": x.numbers, "sums": y} for (name, x), y in zip(parts.items(), sums, strict=True)}
+    header = header | {"parts": described}
+    text = json.dumps(header)
+    metadata = {"qkvcache_prefix": str(VERSION), "header": text, "digest": _digest(path, text)}
+    save(path, {f"{part}.{name}": x for part, layer in parts.items() for name, x in layer.tensors.items()}, metadata, room)
+    return File(path, key, **header)
 
 
-def save(final: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Path:
-    """Writes a file, which survives a crash of the system once this returns. Raises OSError if that fails, and leaves
-    no part of it."""
+def save(final: Path, tensors: dict[str, Tensor], metadata: dict[str, str], room: Callable[[int], None] | None = None) -> None:
+    """Writes a safetensors file into a folder of this process and renames it; it survives a crash of the system once this returns. Raises
+    OSError if that fails, and leaves no part of it. `room` is called with its size before the renaming."""
     folder = final.parent / f"{uuid4().hex}{WRITING}"  # safetensors makes temporary files of its own
     try:
         folder.mkdir(parents=True)
         save_file(tensors, folder / final.name, metadata)
         _sync(folder / final.name)
+        if room is not None:
+            room((folder / final.name).stat().st_size)
         os.replace(folder / final.name, final)
         _sync(final.parent)
     except SafetensorError as error:
         raise OSError(str(error)) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return final
 
 
 def _sync(path: Path) -> None:
@@ -135,172 +166,81 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _file(path: Path, header: dict, ids: Tensor, digest: str) -> File:
-    """The `File` of a header. Raises ValueError, LookupError or TypeError unless all parts are present and have their
-    types."""
-    layers, cuts, checkpoints = header["layers"], header["cuts"], dict[int, dict[int, dict]]()
-    described = [*layers, *header["checkpoints"].values()]
-    if not all(isinstance(x["kind"], str) and isinstance(x["numbers"], dict) and isinstance(x["sums"], list) for x in described):
-        raise ValueError("its layers have no kinds, counts or digests")
-    for part, layer in header["checkpoints"].items():
-        i, at = map(int, part.split("@"))
-        checkpoints.setdefault(at, {})[i] = layer
-    if cuts is not None and not {*cuts} <= {*checkpoints, len(ids)}:
-        raise ValueError(f"cuts at {cuts} with checkpoints at {sorted(checkpoints)}")
-    if ids.dtype is not torch.int32 or ids.ndim != 1 or not all(isinstance(header[name], str) for name in ("text", "model")):
-        raise ValueError("no token ids, no text or no model")
-    key = match.encode(bytes.fromhex(header["identity"]), ids)
-    template, text, model = bytes.fromhex(header["template"]), header["text"], header["model"]
-    return File(path, key, template, text, model, cuts, layers, checkpoints, digest)
-
-
-def read_header(path: Path) -> File:
-    """Reads and checks the header. Raises Damaged for a file that is not an entry, is incomplete or does not match its
-    name; FileNotFoundError if the file was removed."""
-    with _opened(path) as handle:
-        metadata = handle.metadata() or {}
-        version = metadata.get("qkvcache_prefix")
-        if version is None:
-            raise Damaged("it is no prefix entry")
-        if version != str(VERSION):
-            raise Damaged(f"it has version {version[:20]}, this release reads version {VERSION}: upgrade qkvcache, or remove the file")
-        ids, text = handle.get_tensor("ids").clone(), metadata["header"]
-        if metadata.get("digest") != _digest(text.encode(), ids):
-            raise Damaged("its header was changed")
-        found = _file(path, json.loads(text), ids, metadata["digest"])
-    if path.name != file_name(found.key, found.template):
-        raise Damaged("its name belongs to another entry")
-    return found
-
-
-@dataclass(frozen=True)
-class PageFile:
-    """The header of a page's file. `text` describes the page, `model` the model, `digest` covers the file's name and the
-    bytes of the page."""
-
-    path: Path
-    text: str
-    model: str
-    tokens: int
-    digest: str
-    cuts: match.Cuts = None
-
-
-def write_page(path: Path, page: Tensor, text: str, model: str, tokens: int) -> None:
-    """Writes the bytes of a page. Raises OSError if that fails, and leaves no part of a file."""
-    header = {"text": text, "model": model, "tokens": tokens, "digest": _page_digest(path, page)}
-    save(path, {"page": page}, {"qkvcache_page": json.dumps(header)})
-
-
-def page_header(path: Path) -> PageFile | None:
-    """The header of a page's file, None for another file. Raises Damaged and FileNotFoundError as `read_header` does."""
-    with _opened(path) as handle:
-        header = (handle.metadata() or {}).get("qkvcache_page")
-        return header and PageFile(path, **json.loads(header))
-
-
-def read_page(path: Path) -> Tensor:
-    """The bytes of a page, a view of the file, checked. Raises Damaged for a file that is no page, is incomplete or belongs
-    to another name; FileNotFoundError if there is none."""
-    with _opened(path) as handle:
-        header, page = json.loads((handle.metadata() or {})["qkvcache_page"]), handle.get_tensor("page")
-        if header["digest"] != _page_digest(path, page):
-            raise Damaged("its contents were changed")
-    return page
-
-
-def _page_digest(path: Path, page: Tensor) -> str:
-    digest = xxhash.xxh3_128(path.name.encode())
-    digest.update(as_bytes(page).data)
-    return digest.hexdigest()
-
-
 @contextmanager
-def _opened(path: Path) -> Iterator[safe_open]:
-    """A context with the open file. Errors inside become FileNotFoundError if the file was removed, else Damaged."""
+def _reading(path: Path) -> Iterator[None]:
+    """A context in which errors become FileNotFoundError if the file was removed, else Damaged."""
     try:
-        with safe_open(path, framework="pt") as handle:
-            yield handle
+        yield
     except (SafetensorError, OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
         if not path.exists():  # another process removed it before it was opened or mapped
             raise FileNotFoundError(path) from error
         raise Damaged(f"it is truncated or damaged ({error})") from error
 
 
-def read(
-    file: File,
-    tokens: int | None = None,
-    copy: Callable[[Snapshot], Snapshot] | None = None,
-    template: CacheTemplate | None = None,
-) -> Iterator[Snapshot]:
-    """Yields the layers of a file in order, cut to the first `tokens` tokens and checked. Their tensors are views of
+def read_header(path: Path) -> File:
+    """Reads and checks the header, and the token ids of an entry. Raises Damaged for a file that is foreign, incomplete or of another name;
+    FileNotFoundError if the file was removed."""
+    with _reading(path), safe_open(path, framework="pt") as handle:
+        metadata = handle.metadata() or {}
+        version = metadata.get("qkvcache_prefix")
+        if version is None:
+            raise Damaged("it is no prefix entry")
+        if version != str(VERSION):
+            raise Damaged(f"it has version {version[:20]}, this release reads version {VERSION}: upgrade qkvcache, or remove the file")
+        if metadata.get("digest") != _digest(path, metadata["header"]):
+            raise Damaged("its header was changed, or its name belongs to another file")
+        file = File(path, b"", **json.loads(metadata["header"]))
+        if IDS not in file.parts:
+            return file
+        ids = handle.get_tensor(f"{IDS}.{IDS}")
+        file.verify(IDS, Snapshot(IDS, {IDS: ids}))
+        file = replace(file, key=match.encode(b"".join(names(path.name) or ()), ids))
+        if path.name != file_name(file.key) or file.tokens != match.length(file.key) or max(file.cuts or [0]) > file.tokens:
+            raise Damaged(f"it has other token ids than its name says, or cuts at {file.cuts}")
+        return file
+
+
+def read(file: File, tokens: int | None = None, copy: Copy | None = None, template: CacheTemplate | None = None) -> Iterator[Snapshot]:
+    """Yields the layers of an entry in order, cut to the first `tokens` tokens and checked. Their tensors are views of
     the file, of which only the used part is read, or the result of `copy`, which runs in the thread that checked the
-    layer. Raises Damaged if a digest does not match, if another file has replaced the one of this header, or if its
-    layers cannot be those of `template`.
+    layer. Raises Damaged if the contents were changed, or if the layers cannot be those of `template`.
 
     With `Blocks`, drop all references to a layer before asking for the second layer after it; otherwise its block is
     not reused."""
-    with _opened(file.path) as handle:
-        whole, checkpoints = _contents(handle, file, template)
-        earlier = checkpoints.get(tokens or 0, [None] * len(whole))
-        cut = whole if tokens in (None, file.tokens) else [layer.cut(tokens, x) for layer, x in zip(whole, earlier, strict=True)]
+    with _reading(file.path):
+        layers, checkpoints = file.layers(template)
+        states = checkpoints.get(tokens or 0, [None] * len(layers))
 
-    def checked(i: int) -> Snapshot:
-        chunks = None if cut[i] is whole[i] else -(-_tokens(cut[i]) // CHUNK) or 1
-        if (own := earlier[i]) is not None:
-            _check_sums(own, file.checkpoints[tokens or 0][i], f"layer {i} at {tokens} tokens")
-        if cut[i] is not own:
-            _check_sums(whole[i], file.layers[i], f"layer {i}", chunks)
-        return copy(cut[i]) if copy else cut[i]
+        def checked(i: int) -> Snapshot:
+            part, own = layers[i], states[i]
+            if own is not None:
+                file.verify(f"{i}@{tokens}", own)
+            if tokens not in (None, file.tokens):
+                part = part.cut(tokens, own)
+            if part is not own:
+                file.verify(str(i), layers[i], None if part is layers[i] else -(-_tokens(part) // CHUNK) or 1)
+            return copy(part) if copy else part
 
-    readers = AHEAD if isinstance(copy, Blocks) else THREADS
-    with ThreadPoolExecutor(readers) as pool:
-        running: deque[Future[Snapshot]] = deque()
-        for i in range(len(cut)):
-            if len(running) == readers:  # the most copies at a time
+        readers = AHEAD if isinstance(copy, Blocks) else THREADS
+        with ThreadPoolExecutor(readers) as pool:
+            running: deque[Future[Snapshot]] = deque()
+            for i in range(len(layers)):
+                if len(running) == readers:  # the most copies at a time
+                    yield running.popleft().result()
+                running.append(pool.submit(checked, i))
+            while running:
                 yield running.popleft().result()
-            running.append(pool.submit(checked, i))
-        while running:
-            yield running.popleft().result()
 
 
-def read_checkpoints(
-    file: File, most: int, copy: Callable[[Snapshot], Snapshot] | None = None, template: CacheTemplate | None = None
-) -> Checkpoints:
-    """The checkpoints of a file at up to `most` tokens, as `read` gives layers. Raises Damaged as it does."""
-    found: Checkpoints = {}
-    with _opened(file.path) as handle:
-        for at, layers in _contents(handle, file, template)[1].items():
-            if at <= most:
-                for i, own in enumerate(layers):
-                    if own is not None:
-                        _check_sums(own, file.checkpoints[at][i], f"layer {i} at {at} tokens")
-                found[at] = [copy(x) if x and copy else x for x in layers]
-    return found
-
-
-def _contents(handle: safe_open, file: File, template: CacheTemplate | None) -> tuple[list[Snapshot], Checkpoints]:
-    """The layers and the checkpoints, whose tensors are views of the file, and which can be those of `template`."""
-    if (handle.metadata() or {}).get("digest") != file.digest:
-        raise Damaged("it was replaced by something else")
-    names = ["ids", *map(str, range(len(file.layers))), *(f"{i}@{at}" for at, layers in file.checkpoints.items() for i in layers)]
-    tensors: dict[str, dict[str, Tensor]] = {name: {} for name in names}
-    for name in handle.keys():  # noqa: SIM118  (it is no dictionary)
-        part, _, own = name.partition(".")
-        tensors[part][own] = handle.get_tensor(name)
-    whole = [Snapshot(x["kind"], tensors[str(i)], x["numbers"]) for i, x in enumerate(file.layers)]
-    checkpoints: Checkpoints = {at: [None] * len(whole) for at in sorted(file.checkpoints)}
-    for at, layers in file.checkpoints.items():
-        for i, x in layers.items():
-            checkpoints[at][i] = Snapshot(x["kind"], tensors[f"{i}@{at}"], x["numbers"])
-    if template is not None:
-        template.check(whole, file.tokens, checkpoints)
-    return whole, checkpoints
-
-
-def _check_sums(layer: Snapshot, described: dict, what: str, chunks: int | None = None) -> None:
-    if _sums(layer, chunks) != described["sums"][:chunks]:
-        raise Damaged(f"the contents of {what} were changed")
+def read_checkpoints(file: File, most: int, copy: Copy | None = None) -> Checkpoints:
+    """The checkpoints of an entry at up to `most` tokens, as `read` gives layers. Raises Damaged as it does."""
+    with _reading(file.path):
+        found = {at: layers for at, layers in file.layers(None)[1].items() if at <= most}
+        for at, layers in found.items():
+            for i, own in enumerate(layers):
+                if own is not None:
+                    file.verify(f"{i}@{at}", own)
+        return {at: [copy(x) if x and copy else x for x in layers] for at, layers in found.items()}
 
 
 def files(directory: Path) -> list[os.DirEntry]:
@@ -312,9 +252,9 @@ def files(directory: Path) -> list[os.DirEntry]:
         return []
 
 
-def parts(name: str) -> tuple[bytes, bytes] | None:
+def names(file: str) -> tuple[bytes, bytes] | None:
     """The names of the model and of the template in a file name; None if it is not the name of an entry."""
-    fits = _NAME.fullmatch(name)
+    fits = _NAME.fullmatch(file)
     return (bytes.fromhex(fits[1]), bytes.fromhex(fits[2])) if fits else None
 
 
@@ -322,12 +262,12 @@ def _entries(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """The entries in a directory that no other process removes meanwhile."""
     for entry in files(directory):
         with suppress(FileNotFoundError):
-            if parts(entry.name):
+            if names(entry.name):
                 yield Path(entry.path), entry.stat()
 
 
-def _digest(text: bytes, ids: Tensor) -> str:
-    return hashlib.blake2b(text + ids.numpy().tobytes(), digest_size=16).hexdigest()
+def _digest(path: Path, header: str) -> str:
+    return xxhash.xxh3_128((path.name + header).encode()).hexdigest()
 
 
 def _sums(layer: Snapshot, chunks: int | None = None) -> list[str]:
@@ -352,8 +292,9 @@ def _tokens(layer: Snapshot) -> int:
 
 
 class DiskStore:
-    """The entries in `directory` that one process may use; all entries in it together take at most `max_bytes`. Files that nobody used for
-    `time_to_live` seconds are removed, too, unless it is None. The directory is created if missing. `model` is written into headers.
+    """The entries and pages in `directory` that one process may use; all files in it together take at most `max_bytes`. Files that nobody
+    used for `time_to_live` seconds are removed, too, unless it is None. The directory is created if missing. Headers have the type of the
+    `model`.
 
     Raises ValueError if the directory cannot be created or written.
     """
@@ -364,8 +305,8 @@ class DiskStore:
         self.skipped: Counter[str] = Counter()
         self.evicted = 0
         self.headers: dict[bytes, File] = {}
-        self._known: dict[str, bytes | None] = {}
-        """Keys of the checked files, by file name; None for skipped files."""
+        self._known: dict[str, bytes] = {}
+        """Keys of the checked files, by file name; empty for skipped files."""
         self._lock, self._room = threading.Lock(), 0
         """`_room`: the bytes of pages that are written before the directory is listed again."""
         try:
@@ -381,11 +322,11 @@ class DiskStore:
         """Finds the files that other processes have written or removed. Ignores files of other models and templates."""
         for file in list(self.headers.values()):
             self._expire(file.path.name)
-        names = {entry.name for entry in files(self.directory)}
-        for name in self._known.keys() - names:
+        there = {entry.name for entry in files(self.directory)}
+        for name in self._known.keys() - there:
             self._forget(name)
-        for name in sorted(names - self._known.keys()):
-            found = parts(name)
+        for name in sorted(there - self._known.keys()):
+            found = names(name)
             if found is None:
                 self._skip(name, "it is no prefix entry")
             elif found[0] == identity and found[1] in templates and not self._expire(name):
@@ -399,22 +340,19 @@ class DiskStore:
     def _add(self, file: File) -> None:
         self._known[file.path.name] = file.key
         self.headers[file.key] = file
-        self.index.add(file.key, file.template, file.cuts)
+        self.index.add(file.key, file.cuts)
 
     def _skip(self, name: str, reason: str) -> None:
         """Warns once; leaves the file in place."""
         self._forget(name)
-        self._known[name] = None
+        self._known[name] = b""
         self.skipped[reason] += 1
         warnings.warn(f"{self.directory / name} is skipped: {reason}", stacklevel=5)
 
     def _forget(self, name: str) -> None:
-        key = self._known.pop(name, None)
-        if key is not None and key in self.headers and self.headers[key].path.name == name:
+        if key := self._known.pop(name, b""):
             del self.headers[key]
             self.index.remove(key)
-            for other in [other for other, same in self._known.items() if same == key]:  # of another template: checked again next time
-                del self._known[other]
 
     def _expire(self, name: str) -> bool:
         """Removes a file that is too old. Returns whether it was."""
@@ -442,17 +380,6 @@ class DiskStore:
     def _marker(self, name: str) -> Path:
         return self.directory / f"{name}{PINNED}"
 
-    def read_page(self, name: str) -> Tensor | None:
-        """A page, or None if there is none. A damaged file is removed: its page is computed and written again."""
-        try:
-            return read_page(self.directory / name)
-        except FileNotFoundError:
-            return None
-        except Damaged as error:
-            warnings.warn(f"{self.directory / name} is removed: {error}", stacklevel=2)
-            (self.directory / name).unlink(missing_ok=True)
-            return None
-
     def touch(self, name: str, time_ns: int) -> bool:
         """Marks a file as used at a time. Returns whether there is one that is not too old."""
         if self._expire(name):
@@ -465,26 +392,27 @@ class DiskStore:
             pass
         return True
 
-    def write_page(self, name: str, page: Tensor, text: str, tokens: int) -> str | None:
+    def read_page(self, name: str) -> Tensor | None:
+        """A page, or None if there is none. A damaged file is removed: its page is computed and written again."""
+        try:
+            return read_header(self.directory / name).checked()[PAGE].tensors[PAGE]
+        except FileNotFoundError:
+            return None
+        except Damaged as error:
+            warnings.warn(f"{self.directory / name} is removed: {error}", stacklevel=2)
+            (self.directory / name).unlink(missing_ok=True)
+            return None
+
+    def write_page(self, name: str, page: Snapshot, text: str, tokens: int) -> str | None:
         """Writes a page. Returns None, or the reason why it was not written.
 
         To make room, a 32nd of the budget is freed at once, so that the directory is not listed for each page.
         """
-        with self._lock:
-            self._room -= page.nbytes
-            if self._room < 0:
-                step = self.max_bytes // 32
-                most = self.max_bytes - step - page.nbytes
-                if most < 0:
-                    return "larger than the whole budget on disk"
-                self._room = min(step, most + step - self.trim(most))
-        try:
-            write_page(self.directory / name, page, text, self.model, tokens)
-        except OSError as error:
-            return f"writing failed: {error.strerror or error}"
-        return None
+        header = {"text": text, "model": self.model, "tokens": tokens, "whole": False}
+        room = partial(self._make_room, self.max_bytes // 32)
+        return self._written(page.nbytes, lambda: write(self.directory / name, {PAGE: page}, header, room))
 
-    def read(self, key: bytes, tokens: int, copy: Callable[[Snapshot], Snapshot] | None, template: CacheTemplate) -> Iterator[Snapshot]:
+    def read(self, key: bytes, tokens: int, copy: Copy | None, template: CacheTemplate) -> Iterator[Snapshot]:
         """The first `tokens` tokens of an entry of `template`, layer by layer, as `read` returns them. Raises Damaged
         if the file is damaged or was removed; the entry is then not used again."""
         file = self.headers[key]
@@ -499,24 +427,35 @@ class DiskStore:
             raise
 
     def write(self, entry: Entry) -> str | None:
-        """Writes an entry and removes entries of its template whose tokens it begins with unless they are pinned. Returns
-        None, or the reason why the entry was not written."""
-        if entry.nbytes > self.max_bytes:
-            return "larger than the whole budget on disk"
-        self.trim(self.max_bytes - entry.nbytes)
-        try:
-            file = write(self.directory, entry, self.model)
-        except OSError as error:
-            return f"writing failed: {error.strerror or error}"
-        self._forget(file.path.name)
-        self._add(file)
-        for key in self.index.replaced(entry.key, entry.template.name, entry.cuts):
+        """Writes an entry and removes entries whose tokens it begins with unless they are pinned. Returns None, or the reason why the entry
+        was not written."""
+        room = partial(self._make_room, 0)
+        if reason := self._written(entry.nbytes, lambda: self._add(write_entry(self.directory, entry, self.model, room))):
+            return reason
+        for key in self.index.replaced(entry.key, entry.cuts):
             shorter = self.headers[key].path
             if not self.is_pinned(shorter.name):
                 shorter.unlink(missing_ok=True)
                 self._forget(shorter.name)
-        self.trim(self.max_bytes)
         return None
+
+    def _written(self, nbytes: int, writing: Callable[[], object]) -> str | None:
+        """Calls `writing` for a file of some more than `nbytes` bytes. Returns None, or the reason why it was not written."""
+        if nbytes > self.max_bytes:
+            return "larger than the whole budget on disk"
+        try:
+            writing()
+        except OSError as error:
+            return f"writing failed: {error.strerror or error}"
+        return None
+
+    def _make_room(self, spare: int, nbytes: int) -> None:
+        """Makes room for a file, and for `spare` bytes of the next ones, for which the directory is not listed."""
+        with self._lock:
+            self._room -= nbytes
+            if self._room < 0 or not spare:
+                rest = self.trim(max(self.max_bytes - spare - nbytes, 0))
+                self._room = min(spare, self.max_bytes - nbytes - rest)
 
     def trim(self, max_bytes: int) -> int:
         """Removes what killed processes left, files that are too old, and then the least recently used ones until the rest
@@ -537,12 +476,12 @@ class DiskStore:
         return total
 
     def size(self) -> tuple[int, int]:
-        """The number of entries in the directory, of all models and processes, and their bytes."""
+        """The number of files in the directory, of all models and processes, and their bytes."""
         sizes = [stat.st_size for _, stat in _entries(self.directory)]
         return len(sizes), sum(sizes)
 
     def newest(self, identity: bytes) -> list[bytes]:
         """Keys of this model, the most recently used first."""
         times = {path: stat.st_mtime_ns for path, stat in _entries(self.directory)}
-        used = {key: times[file.path] for key, file in self.headers.items() if file.path in times}
-        return sorted((key for key in used if key[: match.NAME] == identity), key=used.__getitem__, reverse=True)
+        used = {key: times[file.path] for key, file in self.headers.items() if file.path in times and key.startswith(identity)}
+        return sorted(used, key=used.__getitem__, reverse=True)

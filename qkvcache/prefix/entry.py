@@ -1,8 +1,5 @@
-"""`Entry`: the keys and values of a prompt's first tokens in host memory, and `MemoryStore`, which holds entries.
-`CacheTemplate`: the kind of cache that an entry is for.
-
-`snapshot_cache` makes an entry from a cache and `restore_cache` a cache from an entry, layer by layer
-(`layers/snapshot.py`).
+"""`Entry`: the keys and values of a prompt's first tokens in host memory. `CacheTemplate`: the kind of cache that an entry is for.
+`MemoryStore`: the entries and pages of a process.
 """
 
 from __future__ import annotations
@@ -34,13 +31,13 @@ from ..layers.snapshot import (
     check,
     check_checkpoint,
     checkpoint,
-    copy_indexer,
+    copy_tokens,
     restore,
     restore_states,
     snapshot,
 )
 from . import match
-from .host_memory import HostSnapshot
+from .host_memory import on_host
 
 CUTTABLE = (CompressedLayer, IndexedLayer, DynamicLayer, DynamicIndexedLayer, PLACEHOLDER)
 """Layers that can be cut to any number of first tokens."""
@@ -49,8 +46,8 @@ Checkpoints = dict[int, list[Snapshot | None]]
 
 
 class CacheTemplate:
-    """A template that makes empty caches like `cache` for a model with `config`. `name` (16 bytes) identifies the
-    contents and the format of its entries; `text` describes them.
+    """A template that makes caches like `cache` for a model with `config`. `name` (16 bytes) identifies the contents and the format of its
+    entries; `text` describes them.
 
     Raises NotImplementedError for a cache with layers that neither transformers nor this library would make for the
     model.
@@ -80,13 +77,20 @@ class CacheTemplate:
 
     def layers(self) -> list[Layer]:
         """A new empty layer for each layer of the model."""
-        stock = DynamicCache(config=self._config).layers if None in self._layers else self._layers
+        stock = DynamicCache(config=self._config).layers
         return [layer if ours is None else _emptied(ours) for ours, layer in zip(self._layers, stock, strict=True)]
 
+    def cache(self) -> Cache:
+        """A new empty cache."""
+        new = copy.copy(self._cache)
+        new.layers = self.layers()
+        if isinstance(new, CompressedCache):
+            new._last_layer = None
+        return new
+
     def check(self, stored: Sequence[Snapshot], tokens: int, checkpoints: Checkpoints) -> None:
-        """Raises ValueError unless `stored` can be the layers of an entry of `tokens` tokens with these `checkpoints`."""
-        if len(stored) != len(self):
-            raise ValueError(f"{len(stored)} layers where the cache has {len(self)}")
+        """Raises ValueError, LookupError or RuntimeError unless `stored` can be the layers of an entry of `tokens` tokens with these
+        `checkpoints`."""
         for i, (layer, given) in enumerate(zip(self.layers(), stored, strict=True)):
             try:
                 check(layer, given, tokens)
@@ -96,13 +100,18 @@ class CacheTemplate:
             except ValueError as error:
                 raise ValueError(f"layer {i}: {error}") from error
 
-    def cache(self) -> Cache:
-        """A new empty cache."""
-        new = copy.copy(self._cache)
-        new.layers = self.layers()
-        if isinstance(new, CompressedCache):
-            new._last_layer = None
-        return new
+    def restore(self, layers: Iterable[Snapshot], devices: Sequence[torch.device], into: CacheTemplate) -> Cache:
+        """A new cache of the template `into`, filled from the `layers` of an entry of this template, each on its device. Tokens are
+        quantized or dequantized where only one of the two layers is compressed."""
+        cache = into.cache()
+        for layer, stored, own, device in zip(cache.layers, layers, self.layers(), devices, strict=True):
+            if stored.kind == "compressed" and not isinstance(layer, CompressedLayer):
+                restore(own, stored.attention, device)
+                copy_tokens(layer, own)
+                restore_states(layer, stored, device)
+            else:
+                restore(layer, stored, device)
+        return cache
 
 
 def _in_place_of(layer: Layer, stock: Layer) -> bool:
@@ -159,6 +168,7 @@ class Entry:
         return sum(layer.nbytes for layer in self.layers) + sum(map(checkpoint_bytes, self.checkpoints.values())) + len(self.key)
 
     def cut(self, tokens: int) -> Sequence[Snapshot]:
+        """Views of the first `tokens` tokens of each layer."""
         if tokens == match.length(self.key):
             return self.layers
         return [layer.cut(tokens, x) for layer, x in zip(self.layers, self.checkpoints.get(tokens, repeat(None)), strict=False)]
@@ -167,17 +177,17 @@ class Entry:
         """Those at tokens that `key` begins with too, its end among them."""
         shared, tokens = match.common(self.key, key), match.length(self.key)
         found = {at: checkpoint for at, checkpoint in self.checkpoints.items() if at <= shared}
-        return found | ({tokens: [_on_host(layer.checkpoint) for layer in self.layers]} if tokens <= shared else {})
+        return found | ({tokens: [_copy(layer.checkpoint) for layer in self.layers]} if tokens <= shared else {})
 
 
 def take_checkpoint(cache: Cache) -> list[Snapshot | None]:
     """A checkpoint of the first row of `cache`, in host memory."""
-    return [_on_host(checkpoint(layer)) for layer in cache.layers]
+    return [_copy(checkpoint(layer)) for layer in cache.layers]
 
 
-def _on_host(given: Snapshot | None) -> Snapshot | None:
-    """A copy in memory of its own, so that it does not keep the memory of a layer's tokens."""
-    return given and HostSnapshot.of(given, lock=any(x.is_cuda for x in given.tensors.values()))
+def _copy(given: Snapshot | None) -> Snapshot | None:
+    """A copy in host memory of its own, so that it does not keep the memory of a layer's tokens."""
+    return given and on_host(given, lock=any(x.is_cuda for x in given.tensors.values()))
 
 
 def checkpoint_bytes(checkpoint: Sequence[Snapshot | None]) -> int:
@@ -192,128 +202,18 @@ def thinned(checkpoints: Checkpoints, room: int) -> Checkpoints:
     return {at: checkpoints[at] for at in kept}
 
 
-class Recent:
-    """Items with `nbytes` in the order of their last use, the most recently used last; together at most `max_bytes`. Items that nobody
-    used for `time_to_live` seconds are evicted, too, unless it is None. Pinned ones stay. Threads may use it at the same time."""
-
-    def __init__(self, max_bytes: int, time_to_live: float | None = None):
-        self.max_bytes, self.time_to_live = max_bytes, time_to_live
-        self.nbytes = self.evicted = 0
-        self._items: dict[bytes, tuple[Any, float]] = {}
-        """Items with the times of their last use, in the order of these."""
-        self._pinned: dict[bytes, Any] = {}
-        self._lock = threading.RLock()
-
-    def use(self, key: bytes) -> Any:
-        """Returns the item of `key`, None if there is none, and marks it as the most recently used."""
-        with self._lock:
-            if key not in self._items:
-                return self._pinned.get(key)
-            item, _ = self._items.pop(key)
-            self._items[key] = item, time.monotonic()
-            return item
-
-    def hold(self, key: bytes, item: Any) -> None:
-        """Adds an item in place of another of this key, and makes room."""
-        with self._lock:
-            pinned = key in self._pinned
-            Recent.remove(self, key)
-            self._items[key] = item, time.monotonic()
-            self.nbytes += item.nbytes
-            if pinned:
-                self.pin(key)
-            self.trim(self.max_bytes)
-
-    def pin(self, key: bytes) -> None:
-        """Keeps an item until it is unpinned."""
-        with self._lock:
-            if key in self._items:
-                self._pinned[key], _ = self._items.pop(key)
-
-    def unpin(self, key: bytes) -> None:
-        """Counts a pinned item as the most recently used."""
-        with self._lock:
-            if key in self._pinned:
-                self._items[key] = self._pinned.pop(key), time.monotonic()
-
-    def trim(self, max_bytes: int) -> None:
-        """Evicts items that are too old, and the least recently used until at most `max_bytes` are left."""
-        with self._lock:
-            self.expire()
-            while self._items and self.nbytes > max_bytes:
-                self._evict()
-
-    def expire(self) -> None:
-        """Evicts items that are too old."""
-        if self.time_to_live is None:
-            return
-        with self._lock:
-            while self._items and next(iter(self._items.values()))[1] < time.monotonic() - self.time_to_live:
-                self._evict()
-
-    def _evict(self) -> None:
-        self.remove(next(iter(self._items)))
-        self.evicted += 1
-
-    def remove(self, key: bytes) -> None:
-        with self._lock:
-            item = self._pinned.pop(key) if key in self._pinned else self._items.pop(key, (None, 0.0))[0]
-            if item is not None:
-                self.nbytes -= item.nbytes
-
-
-class MemoryStore(Recent):
-    """Entries, and pages of continuous batching, which the index does not know."""
-
-    def __init__(self, max_bytes: int, time_to_live: float | None = None):
-        super().__init__(max_bytes, time_to_live)
-        self.index = match.Index()
-
-    @property
-    def entries(self) -> list[Entry]:
-        with self._lock:
-            items = [*self._pinned.values(), *(item for item, _ in self._items.values())]
-        return [item for item in items if isinstance(item, Entry)]
-
-    def checkpoints(self, key: bytes, template: CacheTemplate) -> Checkpoints:
-        """The checkpoints of entries of `template` at tokens that `key` begins with."""
-        related = [] if template.evicts else self.index.related(key, template.name)
-        with self._lock:
-            entries = [self._items[one][0] if one in self._items else self._pinned[one] for one in related]
-        return {at: x for entry in entries for at, x in entry.checkpoints_of(key).items() if at < match.length(key)}
-
-    def put(self, entry: Entry) -> None:
-        """Adds an entry, removes entries of its template whose tokens it begins with unless they are pinned, and makes room."""
-        for key in self.index.replaced(entry.key, entry.template.name, entry.cuts):
-            if key not in self._pinned:
-                self.remove(key)
-        self.index.add(entry.key, entry.template.name, entry.cuts)
-        self.hold(entry.key, entry)
-
-    def remove(self, key: bytes) -> None:
-        super().remove(key)
-        self.index.remove(key)
-
-
 class TooLarge(Exception):
     """Raised for an entry with more bytes than a store may hold."""
 
 
 def snapshot_cache(
-    cache: Cache,
-    template: CacheTemplate,
-    key: bytes,
-    row: int,
-    quantize: bool,
-    max_bytes: int,
-    release: CacheTemplate | None = None,
+    cache: Cache, template: CacheTemplate, key: bytes, row: int, quantize: bool, max_bytes: int, release: bool = False
 ) -> Entry:
     """An entry of the tokens of `key` from row `row` of `cache`, stored as `template` stores them.
 
     Args:
         quantize: whether dense layers are quantized where the template's are compressed.
-        release: a template whose empty layers replace the layers of the cache, each once it is copied, so that only one
-            layer exists twice. None: the cache is not changed.
+        release: whether the cache gives up each layer once it is copied, so that only one layer exists twice.
 
     Raises NotImplementedError, with the reason, if the entry would not be exact, and TooLarge beyond `max_bytes`.
     """
@@ -322,18 +222,19 @@ def snapshot_cache(
         raise NotImplementedError(f"a cache of {len(cache.layers)} layers for a model of {len(into)}: make it with the model's config")
     if hasattr(cache, "position_ids"):  # Qwen4's model sets it in older releases of transformers
         raise NotImplementedError("a cache with positions beside its layers: install a release of transformers that keeps them in a layer")
-    layers: list[HostSnapshot] = []
-    released, left = release.layers() if release else [], max_bytes - len(key)
+    layers: list[Snapshot] = []
+    left = max_bytes - len(key)
     for i, (layer, empty) in enumerate(zip(list(cache.layers), into, strict=True)):
         there = _snapshot_as(empty, layer, match.length(key), row, quantize)
-        layers.append(HostSnapshot.of(there, lock=any(x.is_cuda for x in there.tensors.values())))
+        layers.append(on_host(there, lock=any(x.is_cuda for x in there.tensors.values())))
         if (left := left - layers[-1].nbytes) < 0:
             raise TooLarge
         if release:
-            cache.layers[i] = released[i]
+            cache.layers[i] = None  # type: ignore[call-overload]
         del layer, empty, there
     for stored in layers:
-        stored.wait()
+        if stored.memory is not None:
+            stored.memory.wait()
     return Entry(key, template, layers)
 
 
@@ -350,32 +251,8 @@ def _snapshot_as(into: Layer, layer: Layer, tokens: int, row: int, quantize: boo
     if not quantizes or not quantize or not layer.is_initialized:
         counts = hasattr(layer, "get_seq_length") and layer.get_seq_length()
         return snapshot(layer, tokens if counts else None, row)
-    into.update(*(x[row : row + 1, :, :tokens] for x in (layer.keys, layer.values)))  # type: ignore[attr-defined]
-    copy_indexer(into, layer, tokens, row)
+    copy_tokens(into, layer, tokens, row)
     return snapshot(into).joined(snapshot(layer, row=row).states)
-
-
-def restore_cache(into: CacheTemplate, layers: Iterable[Snapshot], template: CacheTemplate, devices: list[torch.device]) -> Cache:
-    """A new cache of the template `into`, filled from the `layers` of an entry of `template`, each on its device.
-    Tokens are quantized or dequantized where only one of the two layers is compressed."""
-    cache = into.cache()
-    empties = cache.layers if into is template else template.layers()
-    for layer, stored, empty, device in zip(cache.layers, layers, empties, devices, strict=True):
-        if stored.kind == "dense" and isinstance(layer, CompressedLayer):
-            dense = DynamicIndexedLayer()
-            restore(dense, stored.attention, device)
-            layer.update(dense.keys, dense.values)  # type: ignore[arg-type]
-            copy_indexer(layer, dense)
-            restore_states(layer, stored, device)
-            del dense  # before the next layer
-        elif stored.kind == "compressed" and not isinstance(layer, CompressedLayer):
-            restore(empty, stored.attention, device)
-            layer.update(*empty.dense())  # type: ignore[union-attr]
-            copy_indexer(layer, empty)
-            restore_states(layer, stored, device)
-        else:
-            restore(layer, stored, device)
-    return cache
 
 
 def batch_size(cache: Cache) -> int:
@@ -387,3 +264,72 @@ def batch_size(cache: Cache) -> int:
         if isinstance(rows, Tensor) and rows.ndim == 4:
             return int(rows.shape[0])
     return 0
+
+
+class MemoryStore:
+    """Entries, and pages of continuous batching, which the index does not know, in the order of their last use; together at most
+    `max_bytes`. Those that nobody used for `time_to_live` seconds are evicted, too, unless it is None. Pinned ones stay. Threads may use it
+    at the same time."""
+
+    def __init__(self, max_bytes: int, time_to_live: float | None = None):
+        self.max_bytes, self.time_to_live = max_bytes, time_to_live
+        self.nbytes = self.evicted = 0
+        self.index = match.Index()
+        self.pinned: set[bytes] = set()
+        self._items: dict[bytes, tuple[Any, float]] = {}
+        """Items with the times of their last use."""
+        self._lock = threading.RLock()
+
+    @property
+    def entries(self) -> list[Entry]:
+        with self._lock:
+            return [item for item, _ in self._items.values() if isinstance(item, Entry)]
+
+    def use(self, key: bytes) -> Any:
+        """The item of `key`, which becomes the most recently used; None if there is none."""
+        with self._lock:
+            item, _ = self._items.pop(key, (None, 0.0))
+            if item is not None:
+                self._items[key] = item, time.monotonic()
+            return item
+
+    def put(self, key: bytes, item: Any) -> None:
+        """Adds an item in place of another of this key, and makes room. An entry takes the place of those whose tokens it begins with, too,
+        unless they are pinned."""
+        with self._lock:
+            replaced = self.index.replaced(key, item.cuts) if isinstance(item, Entry) else []
+            for other in (key, *(other for other in replaced if other not in self.pinned)):
+                self._remove(other)
+            if isinstance(item, Entry):
+                self.index.add(key, item.cuts)
+            self._items[key] = item, time.monotonic()
+            self.nbytes += item.nbytes
+            self.trim()
+
+    def pin(self, key: bytes, pinned: bool = True) -> None:
+        """Keeps an item whatever its age and the room, or no longer."""
+        with self._lock:
+            (self.pinned.add if pinned else self.pinned.discard)(key)
+
+    def trim(self, max_bytes: int | None = None) -> None:
+        """Evicts items that are too old, and the least recently used until at most `max_bytes` are left; None: the store's."""
+        most = self.max_bytes if max_bytes is None else max_bytes
+        with self._lock:
+            while (key := next((key for key in self._items if key not in self.pinned), None)) is not None:
+                old = self.time_to_live is not None and self._items[key][1] < time.monotonic() - self.time_to_live
+                if not old and self.nbytes <= most:
+                    return
+                self._remove(key)
+                self.evicted += 1
+
+    def checkpoints(self, key: bytes) -> Checkpoints:
+        """The checkpoints of entries at tokens that `key` begins with."""
+        with self._lock:
+            entries = [self._items[other][0] for other in self.index.related(key)]
+        found = [entry.checkpoints_of(key) for entry in entries if not entry.template.evicts]
+        return {at: x for own in found for at, x in own.items() if at < match.length(key)}
+
+    def _remove(self, key: bytes) -> None:
+        if key in self._items:
+            self.nbytes -= self._items.pop(key)[0].nbytes
+            self.index.remove(key)

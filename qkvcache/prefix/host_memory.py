@@ -1,4 +1,4 @@
-"""`HostSnapshot`: a snapshot in host memory from and to which GPUs copy at the speed of the bus."""
+"""Snapshots in host memory from and to which GPUs copy at the speed of the bus."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import sys
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy
 import torch
@@ -34,6 +33,11 @@ class LockedMemory(mmap.mmap):
 
     Warns if the system does not lock the pages: copies are then correct and slower.
     """
+
+    address: int | None = None
+    """The address of the locked pages; None if they are not locked."""
+    copies: dict[torch.device, torch.cuda.Event]
+    """The event at the end of the last copy, by GPU."""
 
     @classmethod
     def of(cls, nbytes: int) -> LockedMemory:
@@ -59,10 +63,10 @@ class LockedMemory(mmap.mmap):
         else:
             self.address = block.data_ptr()
 
-    address: int | None = None
-    """The address of the locked pages; None if they are not locked."""
-    copies: dict[torch.device, torch.cuda.Event]
-    """The event at the end of the last copy, by GPU."""
+    def record(self, device: torch.device) -> None:
+        """Records that a copy from or to `device` was queued."""
+        if device.type == "cuda":
+            self.copies[device] = torch.cuda.current_stream(device).record_event()
 
     def wait(self) -> None:
         """Waits for the copies."""
@@ -96,63 +100,30 @@ class Blocks:
         weakref.finalize(view, self.free.append, memory)
         return memory, torch.frombuffer(view, dtype=torch.uint8)[:nbytes]
 
-    def __call__(self, given: Snapshot) -> HostSnapshot:
-        return HostSnapshot.of(given, True, self)
+    def __call__(self, given: Snapshot) -> Snapshot:
+        return on_host(given, True, self)
 
 
-@dataclass(frozen=True)
-class HostSnapshot(Snapshot):
-    """A snapshot whose tensors are contiguous in one block of host memory. `memory`: the locked pages, or None."""
-
-    memory: LockedMemory | None = None
-
-    @classmethod
-    def of(cls, given: Snapshot, lock: bool, blocks: Blocks | None = None) -> HostSnapshot:
-        """A copy of `given`, in locked pages if `lock` (from `blocks`, if passed). It is complete after `wait`."""
-        sizes = [-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in given.tensors.values()]
-        memory, block = (blocks or Blocks()).take(sum(sizes)) if lock else (None, torch.empty(sum(sizes), dtype=torch.uint8))
-        parts = zip(given.tensors.items(), block.split(sizes), strict=True)
-        tensors = {name: part[: x.nbytes].view(x.dtype).view(x.shape) for (name, x), part in parts}
-        if memory is not None and any(x.is_cuda for x in given.tensors.values()):
-            _touch(block.numpy())
-        for name, x in given.tensors.items():
-            if not x.is_cuda:
-                numpy.copyto(as_bytes(tensors[name]), as_bytes(x))
-        if memory is not None:
-            memory.lock(block)
-        for name, x in given.tensors.items():
-            if x.is_cuda:
-                tensors[name].copy_(x.detach(), non_blocking=True)
-        found = cls(given.kind, tensors, given.numbers, memory)
-        found._record(given)
-        return found
-
-    def to(self, device: torch.device | str, copy: bool) -> Snapshot:
-        found = super().to(device, copy)
-        self._record(found)
-        return found
-
-    def copy_into(self, tensors: dict[str, Tensor]) -> None:
-        """Copies the tensors into others of the same names, in the order of the current stream."""
-        for name, x in self.tensors.items():
-            tensors[name].copy_(x, non_blocking=True)
-        self._record(Snapshot(self.kind, tensors))
-
-    def wait(self) -> None:
-        """Waits for the copies."""
-        if self.memory is not None:
-            self.memory.wait()
-
-    def _record(self, other: Snapshot) -> None:
-        """Records that copies from or to the devices of `other` were queued."""
-        if self.memory is not None:
-            for device in {x.device for x in other.tensors.values() if x.is_cuda}:
-                self.memory.copies[device] = torch.cuda.current_stream(device).record_event()
-
-
-def on_gpu(devices: Iterable[torch.device]) -> bool:
-    """Whether one of the devices is a GPU, for which memory is locked."""
-    return any(device.type == "cuda" for device in devices)
+def on_host(given: Snapshot, lock: bool, blocks: Blocks | None = None) -> Snapshot:
+    """A copy of `given` whose tensors are contiguous in one block of host memory, in locked pages if `lock` (from `blocks`, if passed). It
+    is complete after `memory.wait()`."""
+    sizes = [-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in given.tensors.values()]
+    memory, block = (blocks or Blocks()).take(sum(sizes)) if lock else (None, torch.empty(sum(sizes), dtype=torch.uint8))
+    parts = zip(given.tensors.items(), block.split(sizes), strict=True)
+    tensors = {name: part[: x.nbytes].view(x.dtype).view(x.shape) for (name, x), part in parts}
+    on_gpu = {name: x for name, x in given.tensors.items() if x.is_cuda}
+    if memory is not None and on_gpu:
+        _touch(block.numpy())
+    for name in given.tensors.keys() - on_gpu.keys():
+        numpy.copyto(as_bytes(tensors[name]), as_bytes(given.tensors[name]))
+    if memory is not None:
+        memory.lock(block)
+    for name, x in on_gpu.items():
+        tensors[name].copy_(x.detach(), non_blocking=True)
+    if memory is not None:
+        for device in {x.device for x in on_gpu.values()}:
+            memory.record(device)
+    return replace(given, tensors=tensors, memory=memory)
 
 
 def _touch(block: numpy.ndarray) -> None:

@@ -1,7 +1,7 @@
 """`Index`: the longest stored beginning of a prompt.
 
-A key is the name of the model followed by four bytes for each token, most significant byte first, so that keys sort as
-tokens do. Among sorted keys, one of a prompt's two neighbours has the longest beginning in common with it.
+A key is the names of the model and of the cache template followed by four bytes for each token, most significant byte first, so that keys
+sort as tokens do. Among sorted keys, one of a prompt's two neighbours has the longest beginning in common with it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ import numpy
 import torch
 from torch import Tensor
 
+from .media import unbroken
+
 WIDTH = 4
 """Bytes of a token."""
-NAME = 16
-"""Bytes of the name before the tokens."""
+NAME = 32
+"""Bytes of the names before the tokens."""
+Cuts = Sequence[int] | None
+"""The numbers of first tokens to which an entry can be cut, ascending; None: any."""
 
 
 def encode(name: bytes, ids: Tensor) -> bytes:
@@ -48,23 +52,12 @@ def common(a: bytes, b: bytes) -> int:
 
 
 def kind(stored: bytes, key: bytes) -> str:
-    """How the tokens of `stored` relate to those of `key`: "exact", "shorter", "longer" or "common"."""
+    """The relation of the tokens of `stored` to those of `key`: "exact", "shorter", "longer" or "common"."""
     if stored == key:
         return "exact"
     if key.startswith(stored):
         return "shorter"
     return "longer" if stored.startswith(key) else "common"
-
-
-def unbroken(key: bytes, tokens: int) -> int:
-    """`tokens`, or the number of tokens before the image within which they end: before its words, whose highest bit is set (`media.py`)."""
-    while 0 < tokens < length(key) and key[NAME + WIDTH * (tokens - 1)] & key[NAME + WIDTH * tokens] & 0x80:
-        tokens -= 1
-    return tokens
-
-
-Cuts = Sequence[int] | None
-"""The numbers of first tokens to which an entry can be cut, ascending; None: any."""
 
 
 def longest_cut(cuts: Cuts, tokens: int) -> int:
@@ -73,49 +66,46 @@ def longest_cut(cuts: Cuts, tokens: int) -> int:
 
 
 class Index:
-    """The sorted keys of entries, with their templates and the numbers of tokens to which they can be cut."""
+    """The sorted keys of entries, with the numbers of tokens to which they can be cut."""
 
     def __init__(self) -> None:
-        self._templates: dict[bytes, bytes] = {}
         self._cuts: dict[bytes, Cuts] = {}
         self._sorted: list[bytes] = []
 
-    def add(self, key: bytes, template: bytes, cuts: Cuts) -> None:
-        self.remove(key)
-        self._templates[key], self._cuts[key] = template, cuts
-        insort(self._sorted, key)
+    def add(self, key: bytes, cuts: Cuts) -> None:
+        if key not in self._cuts:
+            insort(self._sorted, key)
+        self._cuts[key] = cuts
 
     def remove(self, key: bytes) -> None:
-        if self._templates.pop(key, None) is not None:
+        if key in self._cuts:
             del self._cuts[key], self._sorted[bisect_left(self._sorted, key)]
 
-    def best(self, key: bytes, limit: int) -> tuple[bytes | None, int]:
-        """The stored key that can be cut to the longest beginning of `key`, of at most `limit` tokens, and the number of these tokens."""
-        found, most = None, 0
+    def best(self, key: bytes, limit: int) -> tuple[bytes, int]:
+        """The stored key that can be cut to the longest beginning of `key`, of at most `limit` tokens, and the number of these tokens; 0
+        if there is none. A beginning does not end within an image."""
+        found, most, words = b"", 0, decode(key)
         at = bisect_left(self._sorted, key)
         for side in (range(at - 1, -1, -1), range(at, len(self._sorted))):
             for neighbour in map(self._sorted.__getitem__, side):  # each has at most as much in common as the one before
-                if (shared := unbroken(key, min(common(neighbour, key), limit))) <= most:
+                if (shared := unbroken(words, min(common(neighbour, key), limit))) <= most:
                     break
                 if (tokens := longest_cut(self._cuts[neighbour], shared)) > most:
                     found, most = neighbour, tokens
         return found, most
 
-    def replaced(self, key: bytes, template: bytes, cuts: Cuts) -> list[bytes]:
-        """Keys of this template, the longest first, that a new `key` with these `cuts` serves in place of: proper beginnings of it."""
+    def replaced(self, key: bytes, cuts: Cuts) -> list[bytes]:
+        """The keys, the longest first, that a new `key` with these `cuts` serves in place of: proper beginnings of it."""
         shorter = [x for x in reversed(self._sorted[: bisect_left(self._sorted, key)]) if key.startswith(x)]
-        served = [x for x in shorter if cuts is None or (own := self._cuts[x]) is not None and set(own) <= set(cuts)]
-        return [x for x in served if self._templates[x] == template]
+        return [x for x in shorter if cuts is None or (own := self._cuts[x]) is not None and set(own) <= set(cuts)]
 
-    def covering(self, key: bytes, template: bytes) -> bytes | None:
-        """`key` itself, or else a key that begins with all of its tokens and can be cut to them. None if there is none of this template."""
-        at = bisect_left(self._sorted, key)
-        following = itertools.takewhile(lambda x: x.startswith(key), itertools.islice(self._sorted, at, None))
-        candidates = [key] if key in self._templates else following
-        tokens = length(key)
-        return next((x for x in candidates if self._templates[x] == template and longest_cut(self._cuts[x], tokens) == tokens), None)
+    def covering(self, key: bytes) -> bytes | None:
+        """`key` itself, or else a key that begins with all of its tokens and can be cut to them; None if there is none."""
+        following = itertools.islice(self._sorted, bisect_left(self._sorted, key), None)
+        candidates, tokens = itertools.takewhile(lambda x: x.startswith(key), following), length(key)
+        return next((x for x in candidates if longest_cut(self._cuts[x], tokens) == tokens), None)
 
-    def related(self, key: bytes, template: bytes) -> list[bytes]:
-        """The stored keys of this template next to `key`, which have the longest beginnings in common with it."""
+    def related(self, key: bytes) -> list[bytes]:
+        """The stored keys next to `key`, which have the longest beginnings in common with it."""
         at = bisect_left(self._sorted, key)
-        return [x for x in self._sorted[max(at - 1, 0) : at + 1] if self._templates[x] == template]
+        return self._sorted[max(at - 1, 0) : at + 1]

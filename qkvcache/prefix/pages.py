@@ -16,9 +16,9 @@ from pathlib import Path
 from torch import Tensor
 
 from ..layers.snapshot import Snapshot
-from .disk import SUFFIX, DiskStore
+from .disk import PAGE, SUFFIX, DiskStore
 from .entry import MemoryStore
-from .host_memory import Blocks, HostSnapshot
+from .host_memory import Blocks, on_host
 
 VERSION = 2
 """The version of the bytes of a page, which is a part of its name."""
@@ -63,7 +63,7 @@ class StoredPages:
 
     def touch(self, name: bytes, now: int, index: int) -> bool:
         """Marks page number `index` of a prompt as used at `now` in nanoseconds. Returns whether it is stored."""
-        self.memory.expire()
+        self.memory.trim()
         on_disk = self._disk is not None and self._disk.touch(self._file(name), now - LATER_NS * index)
         return self.memory.use(name) is not None or on_disk
 
@@ -71,7 +71,7 @@ class StoredPages:
         """Keeps the stored full pages that `tokens` begin with, or no longer. Returns the number of their tokens."""
         names = list(takewhile(self._stored, self.names(tokens) if self.begun else ()))
         for name in names:
-            (self.memory.pin if pinned else self.memory.unpin)(name)
+            self.memory.pin(name, pinned)
             if self._disk is not None:
                 self._disk.pin(self._file(name), pinned)
         return len(names) * self.size
@@ -79,32 +79,33 @@ class StoredPages:
     def _stored(self, name: bytes) -> bool:
         return self.memory.use(name) is not None or (self._disk is not None and (self._disk.directory / self._file(name)).exists())
 
-    def find(self, name: bytes) -> HostSnapshot | None:
+    def find(self, name: bytes) -> Snapshot | None:
         """A page in host memory, read from disk if need be; None if it is not stored or damaged. Memory that need not be
         locked is that of the file."""
         found = self.memory.use(name)
         if found is None and self._disk is not None and (page := self._disk.read_page(self._file(name))) is not None:
-            found = self.keep(name, page) if self._lock else self._hold(name, HostSnapshot("page", {"page": page}))
+            if self._lock:
+                return self.keep(name, page)
+            found = Snapshot(PAGE, {PAGE: page})
+            self.memory.put(name, found)
         return found
 
-    def keep(self, name: bytes, page: Tensor) -> HostSnapshot:
+    def keep(self, name: bytes, page: Tensor) -> Snapshot:
         """Copies the bytes of a page, uint8 `[bytes]` on any device, to host memory."""
-        found = HostSnapshot.of(Snapshot("page", {"page": page}), self._lock, self._blocks if self._lock else None)
-        found.wait()
-        return self._hold(name, found)
+        found = on_host(Snapshot(PAGE, {PAGE: page}), self._lock, self._blocks)
+        if found.memory is not None:
+            found.memory.wait()
+        self.memory.put(name, found)
+        return found
 
-    def write(self, name: bytes, page: HostSnapshot, now: int, index: int) -> str | None:
+    def write(self, name: bytes, page: Snapshot, now: int, index: int) -> str | None:
         """Writes a page that was used at `now` as page number `index` of a prompt. Returns None, or the reason why it
         is not on disk."""
         if self._disk is None:
             return "the store has no directory"
-        reason = self._disk.write_page(self._file(name), page.tensors["page"], f"page {index} in {self.format}", self.size)
+        reason = self._disk.write_page(self._file(name), page, f"page {index} in {self.format}", self.size)
         self._disk.touch(self._file(name), now - LATER_NS * index)
         return reason
-
-    def _hold(self, name: bytes, page: HostSnapshot) -> HostSnapshot:
-        self.memory.hold(name, page)
-        return page
 
     def _file(self, name: bytes) -> str:
         return f"{self._identity.hex()}-{self._template.hex()}-{name.hex()}{SUFFIX}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -28,20 +28,9 @@ from ..formats import FormatLike
 from ..layers.snapshot import Snapshot
 from ..policies import check_count
 from . import match
-from .disk import Damaged, DiskStore, read_checkpoints
-from .entry import (
-    CacheTemplate,
-    Checkpoints,
-    Entry,
-    MemoryStore,
-    TooLarge,
-    batch_size,
-    restore_cache,
-    snapshot_cache,
-    take_checkpoint,
-    thinned,
-)
-from .host_memory import Blocks, HostSnapshot, on_gpu
+from .disk import Damaged, DiskStore, file_name, read_checkpoints
+from .entry import CacheTemplate, Checkpoints, Entry, MemoryStore, TooLarge, batch_size, snapshot_cache, take_checkpoint, thinned
+from .host_memory import Blocks, on_host
 from .identity import ModelIdentity, Ranks
 from .media import DIGEST, unbroken
 from .pages import StoredPages
@@ -155,8 +144,8 @@ class PrefixStore:
         check_count("max_disk_bytes", max_disk_bytes, of="bytes")
         check_count("min_quantize_tokens", min_quantize_tokens)
         check_count("min_match_tokens", min_match_tokens)
-        self.model, self.dense, self.min_quantize_tokens = model, dense, min_quantize_tokens
         check_count("checkpoint_interval", checkpoint_interval)
+        self.model, self.dense, self.min_quantize_tokens = model, dense, min_quantize_tokens
         self.min_match_tokens, self.checkpoint_interval = max(min_match_tokens, 1), checkpoint_interval
         self._template = CacheTemplate(CompressedCache(model.config, format=format, **options), model.config)
         self._dense = CacheTemplate(DynamicCache(config=model.config), model.config)
@@ -185,22 +174,23 @@ class PrefixStore:
         if any(not torch.equal(row, other) for other in inputs[1:]):
             raise ValueError(f"fetch got {len(inputs)} rows that differ: fetch one row at a time, with the cache of that row alone")
         limit = min(len(row) - 1, text_tokens(row, self.model.config))
-        key = match.encode(self._scanned(), row)
-        while (longest := self._ranks.agree(lambda most: self._best(key, most), limit)) is not None:
+        keys = self._keys(self._scanned(), row)
+        while (longest := self._ranks.agree(lambda most: self._longest(keys, most), limit)) is not None:
             disk, stored, tokens = longest
+            template, cache = self._template_named(stored), None
             if disk is None:
-                entry = self._memory.use(stored)
-                template, layers = entry.template, iter(entry.cut(tokens))
+                layers = self._memory.use(stored).cut(tokens)
             else:
-                template, copy = self._templates[disk.headers[stored].template], Blocks() if on_gpu(self._devices()) else None
-                layers = disk.read(stored, tokens, copy, template)
-            cache = self._restore(template, layers)
+                layers = disk.read(stored, tokens, Blocks() if self._on_gpu else None, template)
+            with suppress(Damaged):  # the file is not used again
+                cache = template.restore(layers, self._devices(), self._into(template))
             if not self._ranks.least(cache is not None) or cache is None:
                 continue
             if len(inputs) > 1:
                 cache.batch_repeat_interleave(len(inputs))
             self._forget_positions()
-            self._stats.hits[kind := match.kind(stored, key)] += 1
+            kind = match.kind(stored, stored[: match.NAME] + keys[0][match.NAME :])
+            self._stats.hits[kind] += 1
             self._stats.tokens_reused += tokens
             return Match(cache, tokens, kind, "disk" if disk else "memory")
         self._stats.misses += 1
@@ -249,20 +239,20 @@ class PrefixStore:
         """
         positions = [(module, module.rope_deltas) for module in self._positioned]
         inputs = rows(ids, self.model.config)
-        match = self._fetch(inputs)
-        row = inputs[0]
+        cache, row = self._fetch(inputs).cache, inputs[0]
         text = row[: text_tokens(row, self.model.config)]
-        template = self._dense if self.dense and not self._template.evicts else self._template
-        cache = template.cache() if match.cache is None else match.cache
-        if match.cache is not None:
-            template = self._template_of(cache) if isinstance(cache, CompressedCache) else self._dense
+        template = self._into(self._template)
+        if cache is None:
+            cache = template.cache()
+        elif isinstance(cache, CompressedCache):
+            template = self._template_of(cache)
         try:
             begin = text[: unbroken(row, min(len(text), len(row) - 1))]
             if not template.cuttable and self._may_store(begin):
                 self._compute(begin, ids, cache, len(inputs), 0 if template.evicts else self.checkpoint_interval)
             yield cache
             if template.cuttable:
-                self._store(text, cache, self._identity.current(), release=template)
+                self._store(text, cache, self._identity.current(), release=True)
         finally:
             cache.layers = template.layers()
             for module, deltas in positions:  # another conversation may go on
@@ -270,7 +260,7 @@ class PrefixStore:
 
     def pages(self, format: str, layout: str, size: int) -> StoredPages:
         """The pages of continuous batching of `size` tokens in a format and layout (`continuous_batching(store=)`)."""
-        found = StoredPages(self._memory, self._disk, self._identity.current(), format, layout, size, on_gpu(self._devices()))
+        found = StoredPages(self._memory, self._disk, self._identity.current(), format, layout, size, self._on_gpu)
         self._pages.append(found)
         return found
 
@@ -281,56 +271,60 @@ class PrefixStore:
         Pins an entry of exactly these tokens, which is cut from a longer one if need be, and the full pages that `continuous_batching`
         has stored of them. Returns the number of tokens that are pinned. Raises ValueError if nothing of them is stored.
         """
-        key, text = self._pinnable(ids)
-        entries = [self._pin(key, template) for template in list(self._templates.values())]
-        tokens = max([*entries, *(pages.pin(text) for pages in self._pages)])
-        if not tokens:
-            raise ValueError(
-                f"no entry or page holds these {match.length(key)} tokens: store them first, by reuse(ids) or store(ids, cache)"
-            )
-        return tokens
+        keys, words = self._pinnable(ids)
+        entries = [entry for key in keys if (entry := self._entry(key)) is not None]
+        for entry in entries:
+            if self._disk is not None:
+                if entry.key not in self._disk.headers and (reason := self._disk.write(entry)):
+                    raise ValueError(f"the pinned entry is not on disk: {reason}")
+                self._disk.pin(file_name(entry.key))
+            self._memory.pin(entry.key)
+            self._memory.put(entry.key, entry)
+        pinned = [pages.pin(words) for pages in self._pages] + [match.length(entry.key) for entry in entries]
+        if not any(pinned):
+            raise ValueError(f"no entry or page holds these {len(words)} tokens: store them first, by reuse(ids) or store(ids, cache)")
+        return max(pinned)
 
     def unpin(self, ids: Inputs) -> None:
         """Lets the stored tokens of `ids` `[T]` be evicted again. What is not pinned stays as it is."""
-        key, text = self._pinnable(ids)
-        self._memory.unpin(key)
+        keys, words = self._pinnable(ids)
         for pages in self._pages:
-            pages.pin(text, False)
-        if self._disk is not None and (file := self._disk.headers.get(key)) is not None:
-            self._disk.pin(file.path.name, False)
+            pages.pin(words, False)
+        for key in keys:
+            self._memory.pin(key, False)
+            if self._disk is not None and key in self._disk.headers:
+                self._disk.pin(file_name(key), False)
 
-    def _pinnable(self, ids: Inputs) -> tuple[bytes, list[int]]:
-        """The key of `ids`, and its tokens before the first image."""
+    def _pinnable(self, ids: Inputs) -> tuple[list[bytes], list[int]]:
+        """The keys of `ids`, and the tokens before the first image."""
         inputs = rows(ids, self.model.config)
         if len(inputs) > 1:
             raise ValueError(f"pin and unpin take the ids of one row, got {len(inputs)} rows")
-        return match.encode(self._scanned(), inputs[0]), list(takewhile(lambda word: word < DIGEST, inputs[0].tolist()))
+        return self._keys(self._scanned(), inputs[0]), list(takewhile(lambda word: word < DIGEST, inputs[0].tolist()))
 
-    def _pin(self, key: bytes, template: CacheTemplate) -> int:
-        """Pins an entry of `template`. Returns its tokens; 0 if nothing holds them."""
-        disk, entry = self._disk, None
-        if (stored := self._memory.index.covering(key, template.name)) is not None:
-            entry = self._cut(self._memory.use(stored), key)
-        elif disk is not None and (stored := disk.index.covering(key, template.name)) is not None:
-            with suppress(Damaged, TooLarge):
-                entry = self._loaded(disk, stored, key, self._memory.max_bytes)
-        if entry is None:
-            return 0
-        if disk is not None:
-            file = disk.headers.get(key)
-            if (file is None or file.template != template.name) and (reason := disk.write(entry)):
-                raise ValueError(f"the pinned entry is not on disk: {reason}")
-            disk.pin(disk.headers[key].path.name)
-        self._memory.put(entry)
-        self._memory.pin(key)
-        return match.length(key)
+    def _entry(self, key: bytes) -> Entry | None:
+        """An entry of exactly the tokens of `key`, from one in memory or on disk that begins with them; None if there is none."""
+        if (stored := self._memory.index.covering(key)) is None:
+            return self._loaded(key, self._memory.max_bytes)
+        entry = self._memory.use(stored)
+        if stored == key:
+            return entry
+        layers = [on_host(layer, self._on_gpu) for layer in entry.cut(match.length(key))]
+        return Entry(key, entry.template, layers, entry.checkpoints_of(key))
 
-    def _cut(self, longer: Entry, key: bytes) -> Entry:
-        """An entry of the tokens of `key`, with which `longer` begins: itself, or a copy."""
-        if longer.key == key:
-            return longer
-        layers = [HostSnapshot.of(layer, on_gpu(self._devices())) for layer in longer.cut(match.length(key))]
-        return Entry(key, longer.template, layers, longer.checkpoints_of(key))
+    def _loaded(self, key: bytes, room: int) -> Entry | None:
+        """An entry of exactly the tokens of `key`, of at most `room` bytes, from a file that begins with them; None if there is none."""
+        if self._disk is None or (stored := self._disk.index.covering(key)) is None:
+            return None
+        file, layers, left, tokens = self._disk.headers[stored], list[Snapshot](), room - len(key), match.length(key)
+        copy, template = partial(on_host, lock=self._on_gpu), self._template_named(key)
+        with suppress(Damaged):
+            for layer in self._disk.read(stored, tokens, copy, template):
+                layers.append(layer)
+                if (left := left - layer.nbytes) < 0:
+                    return None
+            return Entry(key, template, layers, thinned(read_checkpoints(file, tokens - 1, copy), left))
+        return None
 
     def trim(self, max_bytes: int, max_disk_bytes: int | None = None) -> None:
         """Evicts the least recently used entries until at most `max_bytes` are in memory, and `max_disk_bytes` on disk if given. Pinned
@@ -354,15 +348,12 @@ class PrefixStore:
         disk = self._require_disk()
         loaded, room = list[Entry](), self._memory.max_bytes - self._memory.nbytes
         for key in disk.newest(self._scanned()):
-            if self._memory.index.covering(key, disk.headers[key].template) is None:
-                with suppress(Damaged, TooLarge):
-                    entry = self._loaded(disk, key, key, room)
-                    loaded.append(entry)
-                    room -= entry.nbytes
+            if self._memory.index.covering(key) is None and (entry := self._loaded(key, room)) is not None:
+                loaded.append(entry)
+                room -= entry.nbytes
         for entry in reversed(loaded):
-            self._memory.put(entry)
-            if disk.is_pinned(disk.headers[entry.key].path.name):
-                self._memory.pin(entry.key)
+            self._memory.pin(entry.key, disk.is_pinned(file_name(entry.key)))
+            self._memory.put(entry.key, entry)
         return len(loaded)
 
     @property
@@ -383,35 +374,16 @@ class PrefixStore:
             f"PrefixStore({self._template.text}, entries={len(self)}, bytes={self._memory.nbytes:,} of {self._memory.max_bytes:,}{where})"
         )
 
-    def _best(self, key: bytes, limit: int) -> tuple[DiskStore | None, bytes, int] | None:
+    def _keys(self, identity: bytes, row: Tensor) -> list[bytes]:
+        """The key of a row for each template."""
+        return [match.encode(identity + template, row) for template in self._templates]
+
+    def _longest(self, keys: list[bytes], limit: int) -> tuple[DiskStore | None, bytes, int] | None:
         """The longest match: its store (None: memory, which is preferred), its key and its number of tokens."""
-        where, (stored, tokens) = None, self._memory.index.best(key, limit)
-        if self._disk is not None:
-            on_disk, more = self._disk.index.best(key, limit)
-            if more > tokens:
-                where, stored, tokens = self._disk, on_disk, more
-        return None if stored is None or tokens < self.min_match_tokens else (where, stored, tokens)
-
-    def _restore(self, template: CacheTemplate, layers: Iterable[Snapshot]) -> Cache | None:
-        """The restored cache; None if the file of the layers is damaged or was removed, which is then not used
-        again."""
-        into = self._dense if self.dense and not template.evicts else template
-        try:
-            return restore_cache(into, layers, template, self._devices())
-        except Damaged:
-            return None
-
-    def _loaded(self, disk: DiskStore, stored: bytes, key: bytes, room: int) -> Entry:
-        """An entry in memory of the tokens of `key`, from the file of `stored`, which begins with them. Raises Damaged,
-        and TooLarge for more than `room` bytes."""
-        file, layers, left = disk.headers[stored], [], room - len(key)
-        copy, template = partial(HostSnapshot.of, lock=on_gpu(self._devices())), self._templates[file.template]
-        for layer in disk.read(stored, match.length(key), copy, template):
-            layers.append(layer)
-            if (left := left - layer.nbytes) < 0:
-                raise TooLarge
-        checkpoints = read_checkpoints(file, match.length(key) - 1, copy, template)
-        return Entry(key, template, layers, thinned(checkpoints, max(left, 0)))
+        stores = [None] if self._disk is None else [None, self._disk]
+        found = [(disk, *(disk or self._memory).index.best(key, limit)) for disk in stores for key in keys]
+        longest = max(found, key=lambda one: one[2])
+        return longest if longest[2] >= self.min_match_tokens else None
 
     def _compute(self, row: Tensor, inputs: Inputs, cache: Cache, count: int, interval: int) -> None:
         """Computes the tokens of `row`, the beginning of `inputs`, that `cache`, of `count` rows, has not seen, and stores them with
@@ -434,6 +406,11 @@ class PrefixStore:
         other = self.model.device
         return [self._identity.devices.get(i, other) for i in range(len(self._template))]
 
+    @property
+    def _on_gpu(self) -> bool:
+        """Whether a layer is on a GPU, for which host memory is locked."""
+        return any(device.type == "cuda" for device in self._devices())
+
     @torch.no_grad()
     def _store(
         self,
@@ -442,33 +419,29 @@ class PrefixStore:
         identity: bytes,
         number: int = 0,
         padded: bool = False,
-        release: CacheTemplate | None = None,
+        release: bool = False,
         checkpoints: Checkpoints | None = None,
     ) -> bool:
         row = row[: unbroken(row, min(cache.get_seq_length(), unpadded(row, self.model.config)))]
-        tokens = len(row)
         if not self._may_store(row, padded):
             return False
+        most = self._memory.max_bytes
         try:
             template = self._template_of(cache)
-            key = match.encode(identity, row)
-            if (covering := self._memory.index.covering(key, template.name)) is not None:
+            key = match.encode(identity + template.name, row)
+            if (covering := self._memory.index.covering(key)) is not None:
                 self._memory.use(covering)
                 self._stats.covered += 1
                 return True
             # A fetch must give the same result from memory and from disk: both keep the entry that was stored first.
-            if self._disk is not None and (covering := self._disk.index.covering(key, template.name)) is not None:
-                with suppress(Damaged):
-                    entry = self._loaded(self._disk, covering, key, self._memory.max_bytes)
-                    cache.layers = release.layers() if release else cache.layers
-                    self._memory.put(entry)
-                    self._stats.covered += 1
-                    return True
-            quantize = tokens >= self.min_quantize_tokens
-            entry = snapshot_cache(cache, template, key, number, quantize, self._memory.max_bytes, release)
+            if (entry := self._loaded(key, most)) is not None:
+                self._memory.put(key, entry)
+                self._stats.covered += 1
+                return True
+            entry = snapshot_cache(cache, template, key, number, len(row) >= self.min_quantize_tokens, most, release)
             if entry.cuts is not None:
-                known = self._memory.checkpoints(key, template) | (checkpoints or {})
-                entry = replace(entry, checkpoints=thinned(known, self._memory.max_bytes - entry.nbytes))
+                known = self._memory.checkpoints(key) | (checkpoints or {})
+                entry = replace(entry, checkpoints=thinned(known, most - entry.nbytes))
         except TooLarge:
             self._stats.rejected += 1
             return False
@@ -477,7 +450,7 @@ class PrefixStore:
                 warnings.warn(f"the PrefixStore does not store this cache: {refused}", stacklevel=3)
             self._stats.refused[str(refused)] += 1
             return False
-        self._memory.put(entry)
+        self._memory.put(key, entry)
         self._stats.stored += 1
         if self._disk:
             self._write(self._disk, entry)
@@ -490,7 +463,7 @@ class PrefixStore:
         return not reason
 
     def _write(self, disk: DiskStore, entry: Entry) -> bool:
-        if disk.index.covering(entry.key, entry.template.name) is not None:
+        if disk.index.covering(entry.key) is not None:
             return False
         if reason := disk.write(entry):
             self._stats.refused[f"on disk: {reason}"] += 1
@@ -502,10 +475,17 @@ class PrefixStore:
         template = CacheTemplate(cache, self.model.config) if isinstance(cache, CompressedCache) else self._template
         return self._templates.setdefault(template.name, template)
 
+    def _template_named(self, key: bytes) -> CacheTemplate:
+        return self._templates[key[match.NAME // 2 : match.NAME]]
+
+    def _into(self, template: CacheTemplate) -> CacheTemplate:
+        """The template of the caches that are returned for entries of `template`."""
+        return self._dense if self.dense and not template.evicts else template
+
     def _scanned(self) -> bytes:
         """The identity of the model. Also finds the files that other processes have written for it."""
         identity = self._identity.current()
-        self._memory.expire()
+        self._memory.trim()
         if self._disk is not None:
             self._disk.scan(identity, self._templates)
         return identity

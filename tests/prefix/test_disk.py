@@ -136,8 +136,8 @@ def disk_metadata(path) -> dict[str, str]:
         (lambda tensors, data: data.update(qkvcache_prefix="99"), "upgrade"),
         (lambda tensors, data: data.pop("qkvcache_prefix"), "no prefix entry"),
         (lambda tensors, data: data.pop("digest"), "header was changed"),
-        (lambda tensors, data: data.update(header=data["header"].replace("null", "[1]", 1)), "header was changed"),
-        (lambda tensors, data: tensors["ids"][5:6].add_(1), "header was changed"),
+        (lambda tensors, data: data.update(header=data["header"].replace("false", "true", 1)), "header was changed"),
+        (lambda tensors, data: tensors["ids.ids"][5:6].add_(1), "contents of ids were changed"),
         (lambda tensors, data: tensors.pop("1.key.residual"), "damaged"),
         (lambda tensors, data: tensors.update({"1.key.sinks": tensors["1.key.sinks"] + 1}), "layer 1 were changed"),
         (lambda tensors, data: tensors.update({"1.key.region.spare": tensors["1.key.sinks"] + 1}), "layer 1: 'key.region.spare'"),
@@ -159,7 +159,7 @@ def test_the_file_of_another_entry_is_not_taken_for_this_one(two):
     path, first, second = two
     (other,) = [p for p in path.parent.iterdir() if p != path]
     path.write_bytes(other.read_bytes())
-    refused(*two, "belongs to another")
+    refused(*two, "its name belongs to another")
 
 
 def test_foreign_files_are_let_alone(two):

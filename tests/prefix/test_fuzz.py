@@ -112,7 +112,7 @@ def bounded():
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def bytes_changed(content: bytes, chance: random.Random) -> bytes:
+def bytes_changed(path: Path, content: bytes, chance: random.Random) -> bytes:
     """A bit, a cut, a gap or foreign bytes; in the header as often as in the tensors."""
     begin = 8 + struct.unpack("<Q", content[:8])[0]
     at = chance.randrange(begin) if chance.random() < 0.5 else chance.randrange(begin, len(content))
@@ -130,7 +130,7 @@ def bytes_changed(content: bytes, chance: random.Random) -> bytes:
     return bytes(changed)
 
 
-def signed(content: bytes, chance: random.Random) -> bytes:
+def signed(path: Path, content: bytes, chance: random.Random) -> bytes:
     """The file with one part of its form changed, under digests that fit."""
     data = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])["__metadata__"]
     tensors, header = dict(sorted(load(content).items())), json.loads(data["header"])  # `load` has no order of its own
@@ -152,22 +152,21 @@ def signed(content: bytes, chance: random.Random) -> bytes:
         other = chance.choice(list(tensors))
         tensors[name], tensors[other] = tensors[other], tensors[name]
     elif how == 6:
-        change(chance.choice([layer["numbers"] for layer in (*header["layers"], *header["checkpoints"].values())]), chance)
+        change(chance.choice([layer["numbers"] for layer in header["parts"].values()]), chance)
     elif how == 7:
-        change(chance.choice([header, *header["layers"], header["checkpoints"], *header["checkpoints"].values()]), chance)
+        change(chance.choice([header, header["parts"], *header["parts"].values()]), chance)
     elif counts := [x for name, x in tensors.items() if name.rpartition(".")[2] in ("positions", "lengths")]:
         count = chance.choice(counts)
         if count.numel():
             count.view(-1)[chance.randrange(count.numel())] = chance.choice([-(2**31), -2, 10**6, 2**31 - 1])
     other_values = how in (0, 1, 5) and forms == {name: (x.shape, x.dtype) for name, x in tensors.items()}
-    if not other_values and isinstance(header.get("layers"), list):  # values of the right form are told by their digests alone
-        earlier = header.get("checkpoints")
-        for part, layer in [*enumerate(header["layers"]), *(earlier.items() if isinstance(earlier, dict) else ())]:
-            own = {name.partition(".")[2]: x for name, x in tensors.items() if name.partition(".")[0] == str(part)}
+    if not other_values and isinstance(header.get("parts"), dict):  # values of the right form are told by their digests alone
+        for part, layer in header["parts"].items():
+            own = {name.partition(".")[2]: x for name, x in tensors.items() if name.partition(".")[0] == part}
             if isinstance(layer, dict) and "sums" in layer:
                 layer["sums"] = disk._sums(Snapshot("", own))
     text = json.dumps(header)
-    digest = disk._digest(text.encode(), tensors["ids"]) if "ids" in tensors else ""
+    digest = disk._digest(path, text)
     return save({name: x.contiguous() for name, x in tensors.items()}, data | {"header": text, "digest": digest})
 
 
@@ -202,7 +201,7 @@ def test_a_mutated_file_gives_its_tokens_or_a_warning(stored, mutate):
         for number in range(MUTATIONS // 2):
             stored.path.unlink(missing_ok=True)
             assert stored.store.fetch(stored.prompt).kind == "miss"
-            stored.path.write_bytes(mutate(stored.content, chance))
+            stored.path.write_bytes(mutate(stored.path, stored.content, chance))
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 found = stored.store.fetch(stored.prompt)

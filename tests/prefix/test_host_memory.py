@@ -8,9 +8,9 @@ import torch
 from transformers import DynamicCache
 
 from qkvcache.layers.snapshot import Snapshot
-from qkvcache.prefix import PrefixStore, disk, match, store
+from qkvcache.prefix import PrefixStore, disk, match
 from qkvcache.prefix.entry import CacheTemplate, Entry
-from qkvcache.prefix.host_memory import Blocks, HostSnapshot
+from qkvcache.prefix.host_memory import Blocks, on_host
 from tests.prefix.made import fill, held, model, random_ids, same
 
 LAYERS, TOKENS = 32, 40
@@ -36,7 +36,7 @@ class LateCopy:
     """The end of a copy from locked memory to a GPU that takes place as late as it may: when it is waited for. It keeps neither
     tensors nor the memory alive."""
 
-    def __init__(self, layer: HostSnapshot):
+    def __init__(self, layer: Snapshot):
         self.address = min(x.data_ptr() for x in layer.tensors.values())
         self.expected = b"".join(x.numpy().tobytes() for x in layer.tensors.values())
         self.copied: bytes | None = None
@@ -46,7 +46,7 @@ class LateCopy:
             self.copied = ctypes.string_at(self.address, len(self.expected))
 
 
-def used(layer: HostSnapshot, device: torch.device = GPU) -> LateCopy:
+def used(layer: Snapshot, device: torch.device = GPU) -> LateCopy:
     """A copy of `layer` to `device` that was queued."""
     copy = layer.memory.copies[device] = LateCopy(layer)
     return copy
@@ -71,7 +71,7 @@ def layers() -> list[Snapshot]:
 @pytest.fixture
 def file(tmp_path, layers) -> disk.File:
     key = match.encode(bytes(match.NAME), torch.arange(TOKENS))
-    return disk.write(tmp_path, Entry(key, CacheTemplate(DynamicCache(config=model().config), model().config), layers), "llama")
+    return disk.write_entry(tmp_path, Entry(key, CacheTemplate(DynamicCache(config=model().config), model().config), layers), "llama")
 
 
 def given() -> Snapshot:
@@ -83,8 +83,8 @@ def given() -> Snapshot:
 @pytest.mark.parametrize("lock", [False, True])
 def test_a_block_holds_every_tensor(lock, cudart):
     stored = given()
-    found = HostSnapshot.of(stored, lock)
-    found.wait()
+    found = on_host(stored, lock)
+    assert (found.memory is not None) == lock
     for name, x in stored.tensors.items():
         assert torch.equal(found.tensors[name], x) and found.tensors[name].is_contiguous()
         assert found.tensors[name].dtype is x.dtype and found.tensors[name].data_ptr() % x.itemsize == 0
@@ -93,7 +93,7 @@ def test_a_block_holds_every_tensor(lock, cudart):
 
 
 def test_pages_are_locked_while_a_view_of_them_is_alive(cudart):
-    found = HostSnapshot.of(given(), lock=True)
+    found = on_host(given(), lock=True)
     keys = found.tensors["keys"][:, :, :2]
     expected = keys.clone()
     del found
@@ -136,7 +136,7 @@ def test_a_slow_layer_does_not_stop_those_that_are_read_with_it(cudart, file, la
 
     def slow(layer: Snapshot, chunks: int | None) -> list[str]:
         found = digests(layer, chunks)
-        if found == file.layers[0]["sums"]:
+        if found == file.parts["0"]["sums"]:
             assert all(others.acquire(timeout=60) for _ in range(disk.AHEAD - 1)), "the layers after it wait for it"
         others.release()
         return found
@@ -175,7 +175,7 @@ def test_a_fetch_locks_blocks_for_a_while_and_a_load_keeps_them(cudart, tmp_path
     assert kept.store(ids, cache) and not cudart.count
     expected = held(kept.fetch(ids).cache)
     kept.trim(0)
-    monkeypatch.setattr(store, "on_gpu", lambda devices: True)
+    monkeypatch.setattr(PrefixStore, "_on_gpu", True)
     for tokens in (299, 100):
         found = kept.fetch(ids[: tokens + 1])
         assert found.source == "disk" and found.length == tokens and same(found.cache, expected, tokens)

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from qkvcache.prefix.match import NAME, Index, common, decode, encode, kind, length
 
 IDS = st.lists(st.sampled_from([0, 1, 255, 256, 2**31 - 1]), min_size=1, max_size=6)
-TEMPLATES = st.sampled_from([b"c", b"d"])
 NAMES = st.sampled_from([b"a" * NAME, b"b" * NAME])
 
 
@@ -32,46 +31,43 @@ def test_keys_compare_as_tokens(a, b, first, second):
 
 
 @given(
-    st.lists(st.tuples(NAMES, IDS, TEMPLATES, st.none() | st.sets(st.integers(1, 5))), max_size=30),
-    st.lists(st.integers(0, 29), max_size=10), NAMES, IDS, TEMPLATES, st.integers(0, 7),
+    st.lists(st.tuples(NAMES, IDS, st.none() | st.sets(st.integers(1, 5))), max_size=30),
+    st.lists(st.integers(0, 29), max_size=10), NAMES, IDS, st.integers(0, 7),
 )  # fmt: skip
-def test_the_index_finds_what_a_search_finds(added, removed, name, ids, template, limit):
+def test_the_index_finds_what_a_search_finds(added, removed, name, ids, limit):
     index, kept = Index(), {}
-    for owner, tokens, of, at in added:
+    for owner, tokens, at in added:
         cuts = None if at is None else sorted({cut for cut in at if cut < len(tokens)} | {len(tokens)})
-        index.add(key(owner, tokens), of, cuts)
-        kept[owner, tuple(tokens)] = of, cuts
+        index.add(key(owner, tokens), cuts)
+        kept[owner, tuple(tokens)] = cuts
     for number in removed:
         if number < len(added):
-            owner, tokens, *_ = added[number]
+            owner, tokens, _ = added[number]
             index.remove(key(owner, tokens))
             kept.pop((owner, tuple(tokens)), None)
-    assert all(index.covering(key(owner, tokens), of) == key(owner, tokens) for (owner, tokens), (of, _) in kept.items())
+    assert all(index.covering(key(owner, tokens)) == key(owner, tokens) for owner, tokens in kept)
 
-    own = {tokens: cuts for (owner, tokens), (_, cuts) in kept.items() if owner == name}
+    own = {tokens: cuts for (owner, tokens), cuts in kept.items() if owner == name}
     most = {tokens: min(shared(tokens, ids), limit) for tokens in own}
     fits = [max((cut for cut in range(most[tokens] + 1) if cuts is None or cut in cuts), default=0) for tokens, cuts in own.items()]
     found, tokens = index.best(key(name, ids), limit)
-    assert tokens == max(fits, default=0) and (found is None) == (tokens == 0)
-    if found is not None:
-        assert decode(found)[:tokens].tolist() == ids[:tokens]
+    assert tokens == max(fits, default=0) and (not found) == (tokens == 0)
+    assert not found or decode(found)[:tokens].tolist() == ids[:tokens]
 
-    alike = {tokens: cuts for tokens, cuts in own.items() if kept[name, tokens][0] == template}
     for new in (None, [2, len(ids)]):
-        served = [t for t, cuts in alike.items() if new is None or cuts is not None and set(cuts) <= set(new)]
+        served = [t for t, cuts in own.items() if new is None or cuts is not None and set(cuts) <= set(new)]
         expected = sorted((t for t in served if len(t) < len(ids) and list(t) == ids[: len(t)]), key=len, reverse=True)
-        assert [tuple(decode(found).tolist()) for found in index.replaced(key(name, ids), template, new)] == expected
-    cover = index.covering(key(name, ids), template)
-    longer = [t for t, cuts in alike.items() if list(t[: len(ids)]) == ids and (cuts is None or len(ids) in cuts)]
-    taken = tuple(ids) in own and tuple(ids) not in alike  # by another template
-    assert (cover is not None) == (bool(longer) and not taken)
+        assert [tuple(decode(found).tolist()) for found in index.replaced(key(name, ids), new)] == expected
+    cover = index.covering(key(name, ids))
+    longer = [t for t, cuts in own.items() if list(t[: len(ids)]) == ids and (cuts is None or len(ids) in cuts)]
+    assert (cover is not None) == bool(longer)
     assert cover is None or tuple(decode(cover).tolist()) in longer
 
 
 def test_entries_are_cut_within_what_is_in_common():
     index, stored = Index(), [5, 6, 7, 8, 9, 10]
-    index.add(key(b"a" * NAME, stored), b"c", (3, 6))
-    index.add(key(b"a" * NAME, [5, 6, 1]), b"c", (3,))
+    index.add(key(b"a" * NAME, stored), (3, 6))
+    index.add(key(b"a" * NAME, [5, 6, 1]), (3,))
     for shared, tokens in ((2, 0), (3, 3), (5, 3), (6, 6)):
-        assert index.best(key(b"a" * NAME, stored[:shared] + [11]), 9) == (key(b"a" * NAME, stored) if tokens else None, tokens)
+        assert index.best(key(b"a" * NAME, stored[:shared] + [11]), 9) == (key(b"a" * NAME, stored) if tokens else b"", tokens)
         assert index.best(key(b"a" * NAME, stored), shared)[1] == tokens
