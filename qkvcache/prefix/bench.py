@@ -20,7 +20,8 @@ from ..caches.memory import measured
 from ..formats import FormatLike
 from ..layers.snapshot import Snapshot
 from ..planning.model import shapes
-from . import disk, match
+from . import match
+from .disk import DiskStore
 from .entry import CacheTemplate, snapshot_cache
 from .host_memory import Blocks
 
@@ -44,7 +45,7 @@ def measure(
     if not contexts or min(contexts) < 2:
         raise ValueError(f"contexts={list(contexts)}: must be numbers of tokens, 2 or more")
     template = CacheTemplate(CompressedCache(config, format=format), config)
-    devices = [device] * len(template)
+    devices, store = [device] * len(template), DiskStore(directory, 2**63, config.model_type)
 
     def least(layers: Callable[[int], Iterable[Snapshot]], count: int) -> float:
         return min(_timed(device, lambda: template.restore(layers(count), devices, template))[1] for _ in range(REPEATS))
@@ -56,10 +57,10 @@ def measure(
             nbytes = measured(cache.layers).total
             entry, ms = _timed(device, partial(snapshot_cache, cache, template, key, 0, True, 2**63, release=True))
             store_ms.append(ms)
-        file, write_ms = _timed(device, partial(disk.write_entry, directory, entry, config.model_type))
+        _, write_ms = _timed(device, partial(store.write, entry))
 
-        def read(count: int, file: disk.File = file) -> Iterable[Snapshot]:
-            return disk.read(file, count, Blocks() if device.type == "cuda" else None)
+        def read(count: int, key: bytes = key) -> Iterable[Snapshot]:
+            return store.read(key, count, Blocks() if device.type == "cuda" else None, template)
 
         yield {
             "tokens": tokens,
@@ -73,7 +74,7 @@ def measure(
             "read_ms": least(read, tokens),
             "read_half_ms": least(read, tokens // 2),
         }
-        file.path.unlink()
+        store.trim(0)
 
 
 def _random(config: PreTrainedConfig, tokens: int, dtype: torch.dtype, device: torch.device) -> DynamicCache:

@@ -24,8 +24,9 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import numpy
@@ -72,12 +73,10 @@ class File:
     whole: bool
     parts: dict[str, dict]
 
-    @property
+    @cached_property
     def cuts(self) -> match.Cuts:
-        return (*self._checkpoints(), self.tokens) if self.whole else None
-
-    def _checkpoints(self) -> list[int]:
-        return sorted({int(name.partition("@")[2]) for name in self.parts if "@" in name})
+        """The numbers of tokens to which it can be cut, of its checkpoints and of all; None: any."""
+        return (*sorted({int(name.partition("@")[2]) for name in self.parts if "@" in name}), self.tokens) if self.whole else None
 
     def snapshots(self) -> dict[str, Snapshot]:
         """The parts, unchecked, whose tensors are views of the file."""
@@ -92,7 +91,7 @@ class File:
         """The layers and the checkpoints of an entry, of which names, shapes and counts are checked if `template` is given."""
         parts = self.snapshots()
         layers = [parts[str(i)] for i in range(sum(map(str.isdigit, parts)))]
-        checkpoints = {at: [parts.get(f"{i}@{at}") for i in range(len(layers))] for at in self._checkpoints()}
+        checkpoints = {at: [parts.get(f"{i}@{at}") for i in range(len(layers))] for at in (self.cuts or ())[:-1]}
         if template is not None:
             template.check(layers, self.tokens, checkpoints)
         return layers, checkpoints
@@ -115,28 +114,6 @@ def file_name(key: bytes) -> str:
     """The file name of an entry: the model's name, the template's name and a digest of the tokens, in hex."""
     half = match.NAME // 2
     return f"{key[:half].hex()}-{key[half : match.NAME].hex()}-{hashlib.blake2b(key, digest_size=16).hexdigest()}{SUFFIX}"
-
-
-def write_entry(directory: Path, entry: Entry, model: str, room: Callable[[int], None] | None = None) -> File:
-    """Writes an entry of a model of type `model` as `write` does."""
-    ids = Snapshot(IDS, {IDS: match.decode(entry.key).int()})
-    parts = {IDS: ids} | {str(i): layer for i, layer in enumerate(entry.layers)}
-    parts |= {f"{i}@{at}": x for at, layers in entry.checkpoints.items() for i, x in enumerate(layers) if x is not None}
-    header = {"text": entry.template.text, "model": model, "tokens": match.length(entry.key), "whole": entry.cuts is not None}
-    return write(directory / file_name(entry.key), parts, header, room, entry.key)
-
-
-def write(path: Path, parts: dict[str, Snapshot], header: dict, room: Callable[[int], None] | None = None, key: bytes = b"") -> File:
-    """Writes a file of `parts` with a `header`. `room` is called with its size before it appears. Raises OSError if that fails, and leaves
-    no part of a file."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        sums = pool.map(_sums, parts.values())
-        described = {name: {"kind": x.kind, "numbers": x.numbers, "sums": y} for (name, x), y in zip(parts.items(), sums, strict=True)}
-    header = header | {"parts": described}
-    text = json.dumps(header)
-    metadata = {"qkvcache_prefix": str(VERSION), "header": text, "digest": _digest(path, text)}
-    save(path, {f"{part}.{name}": x for part, layer in parts.items() for name, x in layer.tensors.items()}, metadata, room)
-    return File(path, key, **header)
 
 
 def save(final: Path, tensors: dict[str, Tensor], metadata: dict[str, str], room: Callable[[int], None] | None = None) -> None:
@@ -301,12 +278,10 @@ class DiskStore:
 
     def __init__(self, directory: Path, max_bytes: int, model: str, time_to_live: float | None = None):
         self.directory, self.max_bytes, self.model, self.time_to_live = directory, max_bytes, model, time_to_live
-        self.index = match.Index()
         self.skipped: Counter[str] = Counter()
         self.evicted = 0
-        self.headers: dict[bytes, File] = {}
-        self._known: dict[str, bytes] = {}
-        """Keys of the checked files, by file name; empty for skipped files."""
+        self._files: dict[str, File | None] = {}
+        """Files of entries by name; None for skipped ones."""
         self._lock, self._room = threading.Lock(), 0
         """`_room`: the bytes of pages that are written before the directory is listed again."""
         try:
@@ -320,87 +295,75 @@ class DiskStore:
 
     def scan(self, identity: bytes, templates: Collection[bytes]) -> None:
         """Finds the files that other processes have written or removed. Ignores files of other models and templates."""
-        for file in list(self.headers.values()):
-            self._expire(file.path.name)
+        if self.time_to_live is not None:
+            self.trim(self.max_bytes)
         there = {entry.name for entry in files(self.directory)}
-        for name in self._known.keys() - there:
-            self._forget(name)
-        for name in sorted(there - self._known.keys()):
+        for name in self._files.keys() - there:
+            del self._files[name]
+        for name in sorted(there - self._files.keys()):
             found = names(name)
             if found is None:
                 self._skip(name, "it is no prefix entry")
-            elif found[0] == identity and found[1] in templates and not self._expire(name):
+            elif found[0] == identity and found[1] in templates:
                 try:
-                    self._add(read_header(self.directory / name))
+                    self._files[name] = read_header(self.directory / name)
                 except FileNotFoundError:
                     continue
                 except Damaged as error:
                     self._skip(name, str(error))
 
-    def _add(self, file: File) -> None:
-        self._known[file.path.name] = file.key
-        self.headers[file.key] = file
-        self.index.add(file.key, file.cuts)
+    def file(self, key: bytes) -> File | None:
+        """The file of an entry, if there is one."""
+        return self._files.get(file_name(key))
+
+    @property
+    def cuts(self) -> match.Entries:
+        return {file.key: file.cuts for file in self._files.values() if file is not None}
 
     def _skip(self, name: str, reason: str) -> None:
         """Warns once; leaves the file in place."""
-        self._forget(name)
-        self._known[name] = b""
+        self._files[name] = None
         self.skipped[reason] += 1
         warnings.warn(f"{self.directory / name} is skipped: {reason}", stacklevel=5)
-
-    def _forget(self, name: str) -> None:
-        if key := self._known.pop(name, b""):
-            del self.headers[key]
-            self.index.remove(key)
-
-    def _expire(self, name: str) -> bool:
-        """Removes a file that is too old. Returns whether it was."""
-        path = self.directory / name
-        with suppress(FileNotFoundError):
-            if self._too_old(path.stat().st_mtime) and not self.is_pinned(name):
-                path.unlink(missing_ok=True)
-                self.evicted += 1
-                return True
-        return False
-
-    def _too_old(self, used: float) -> bool:
-        return self.time_to_live is not None and used < time.time() - self.time_to_live
 
     def pin(self, name: str, pinned: bool = True) -> None:
         """Keeps a file whatever its age and the room, for all processes, or no longer; a crash of the system changes nothing of it once
         this returns."""
-        marker = self._marker(name)
+        marker = self.directory / f"{name}{PINNED}"
         marker.touch() if pinned else marker.unlink(missing_ok=True)
         _sync(self.directory)
 
     def is_pinned(self, name: str) -> bool:
-        return self._marker(name).exists()
-
-    def _marker(self, name: str) -> Path:
-        return self.directory / f"{name}{PINNED}"
+        return (self.directory / f"{name}{PINNED}").exists()
 
     def touch(self, name: str, time_ns: int) -> bool:
-        """Marks a file as used at a time. Returns whether there is one that is not too old."""
-        if self._expire(name):
-            return False
+        """Marks a file as used at a time. Returns whether there is one; removes one that is too old."""
+        path = self.directory / name
         try:
-            os.utime(self.directory / name, ns=(time_ns, time_ns))
+            if self._too_old(path.stat().st_mtime) and not self.is_pinned(name):
+                path.unlink()
+                self.evicted += 1
+                return False
+            os.utime(path, ns=(time_ns, time_ns))
         except FileNotFoundError:
             return False
         except PermissionError:  # the file of another user, who marks it
             pass
         return True
 
+    def _too_old(self, used: float) -> bool:
+        return self.time_to_live is not None and used < time.time() - self.time_to_live
+
     def read_page(self, name: str) -> Tensor | None:
         """A page, or None if there is none. A damaged file is removed: its page is computed and written again."""
+        path = self.directory / name
         try:
-            return read_header(self.directory / name).checked()[PAGE].tensors[PAGE]
+            return read_header(path).checked()[PAGE].tensors[PAGE]
         except FileNotFoundError:
             return None
         except Damaged as error:
-            warnings.warn(f"{self.directory / name} is removed: {error}", stacklevel=2)
-            (self.directory / name).unlink(missing_ok=True)
+            warnings.warn(f"{path} is removed: {error}", stacklevel=2)
+            path.unlink(missing_ok=True)
             return None
 
     def write_page(self, name: str, page: Snapshot, text: str, tokens: int) -> str | None:
@@ -408,43 +371,51 @@ class DiskStore:
 
         To make room, a 32nd of the budget is freed at once, so that the directory is not listed for each page.
         """
-        header = {"text": text, "model": self.model, "tokens": tokens, "whole": False}
-        room = partial(self._make_room, self.max_bytes // 32)
-        return self._written(page.nbytes, lambda: write(self.directory / name, {PAGE: page}, header, room))
+        return self._write(name, {PAGE: page}, self.max_bytes // 32, text=text, tokens=tokens, whole=False)
 
     def read(self, key: bytes, tokens: int, copy: Copy | None, template: CacheTemplate) -> Iterator[Snapshot]:
         """The first `tokens` tokens of an entry of `template`, layer by layer, as `read` returns them. Raises Damaged
         if the file is damaged or was removed; the entry is then not used again."""
-        file = self.headers[key]
+        name = file_name(key)
+        file: File = self._files[name]  # type: ignore[assignment]
         try:
             yield from read(file, tokens, copy, template)
             os.utime(file.path)  # marks it as used
         except FileNotFoundError as error:
-            self._forget(file.path.name)
+            self._files.pop(name, None)
             raise Damaged("it is gone") from error
         except Damaged as error:
-            self._skip(file.path.name, str(error))
+            self._skip(name, str(error))
             raise
 
     def write(self, entry: Entry) -> str | None:
         """Writes an entry and removes entries whose tokens it begins with unless they are pinned. Returns None, or the reason why the entry
         was not written."""
-        room = partial(self._make_room, 0)
-        if reason := self._written(entry.nbytes, lambda: self._add(write_entry(self.directory, entry, self.model, room))):
+        parts = {IDS: Snapshot(IDS, {IDS: match.decode(entry.key).int()})} | {str(i): layer for i, layer in enumerate(entry.layers)}
+        parts |= {f"{i}@{at}": x for at, layers in entry.checkpoints.items() for i, x in enumerate(layers) if x is not None}
+        header = {"text": entry.template.text, "tokens": match.length(entry.key), "whole": entry.cuts is not None}
+        if reason := self._write(file_name(entry.key), parts, 0, **header):
             return reason
-        for key in self.index.replaced(entry.key, entry.cuts):
-            shorter = self.headers[key].path
-            if not self.is_pinned(shorter.name):
-                shorter.unlink(missing_ok=True)
-                self._forget(shorter.name)
+        with suppress(FileNotFoundError):  # another process has made room
+            self._files[file_name(entry.key)] = read_header(self.directory / file_name(entry.key))
+        for key in match.replaced(self.cuts, entry.key, entry.cuts):
+            if not self.is_pinned(name := file_name(key)):
+                (self.directory / name).unlink(missing_ok=True)
+                self._files.pop(name)
         return None
 
-    def _written(self, nbytes: int, writing: Callable[[], object]) -> str | None:
-        """Calls `writing` for a file of some more than `nbytes` bytes. Returns None, or the reason why it was not written."""
-        if nbytes > self.max_bytes:
+    def _write(self, name: str, parts: dict[str, Snapshot], spare: int, **header: Any) -> str | None:
+        """Writes a file of `parts`. Returns None, or the reason why it was not written."""
+        if sum(part.nbytes for part in parts.values()) > self.max_bytes:
             return "larger than the whole budget on disk"
+        with ThreadPoolExecutor(THREADS) as pool:
+            sums = pool.map(_sums, parts.values())
+            described = {part: {"kind": x.kind, "numbers": x.numbers, "sums": y} for (part, x), y in zip(parts.items(), sums, strict=True)}
+        text, path = json.dumps(header | {"model": self.model, "parts": described}), self.directory / name
+        metadata = {"qkvcache_prefix": str(VERSION), "header": text, "digest": _digest(path, text)}
+        tensors = {f"{part}.{own}": x for part, layer in parts.items() for own, x in layer.tensors.items()}
         try:
-            writing()
+            save(path, tensors, metadata, partial(self._make_room, spare))
         except OSError as error:
             return f"writing failed: {error.strerror or error}"
         return None
@@ -482,6 +453,6 @@ class DiskStore:
 
     def newest(self, identity: bytes) -> list[bytes]:
         """Keys of this model, the most recently used first."""
-        times = {path: stat.st_mtime_ns for path, stat in _entries(self.directory)}
-        used = {key: times[file.path] for key, file in self.headers.items() if file.path in times and key.startswith(identity)}
-        return sorted(used, key=used.__getitem__, reverse=True)
+        listed = sorted(_entries(self.directory), key=lambda entry: entry[1].st_mtime_ns, reverse=True)
+        found = [self._files.get(path.name) for path, _ in listed]
+        return [file.key for file in found if file is not None and file.key.startswith(identity)]

@@ -157,7 +157,7 @@ class Entry:
     layers: Sequence[Snapshot]
     checkpoints: Checkpoints = field(default_factory=dict)
 
-    @property
+    @cached_property
     def cuts(self) -> match.Cuts:
         """The numbers of tokens to which it can be cut; None: any."""
         return (*sorted(self.checkpoints), match.length(self.key)) if any(layer.whole for layer in self.layers) else None
@@ -173,9 +173,9 @@ class Entry:
             return self.layers
         return [layer.cut(tokens, x) for layer, x in zip(self.layers, self.checkpoints.get(tokens, repeat(None)), strict=False)]
 
-    def checkpoints_of(self, key: bytes) -> Checkpoints:
-        """Those at tokens that `key` begins with too, its end among them."""
-        shared, tokens = match.common(self.key, key), match.length(self.key)
+    def checkpoints_within(self, key: bytes) -> Checkpoints:
+        """Those at fewer tokens than `key` has, with which `key` begins too; the end of this entry among them."""
+        shared, tokens = min(match.common(self.key, key), match.length(key) - 1), match.length(self.key)
         found = {at: checkpoint for at, checkpoint in self.checkpoints.items() if at <= shared}
         return found | ({tokens: [_copy(layer.checkpoint) for layer in self.layers]} if tokens <= shared else {})
 
@@ -267,14 +267,12 @@ def batch_size(cache: Cache) -> int:
 
 
 class MemoryStore:
-    """Entries, and pages of continuous batching, which the index does not know, in the order of their last use; together at most
-    `max_bytes`. Those that nobody used for `time_to_live` seconds are evicted, too, unless it is None. Pinned ones stay. Threads may use it
-    at the same time."""
+    """Entries, and pages of continuous batching, in the order of their last use; together at most `max_bytes`. Those that nobody used for
+    `time_to_live` seconds are evicted, too, unless it is None. Pinned ones stay. Threads may use it at the same time."""
 
     def __init__(self, max_bytes: int, time_to_live: float | None = None):
         self.max_bytes, self.time_to_live = max_bytes, time_to_live
         self.nbytes = self.evicted = 0
-        self.index = match.Index()
         self.pinned: set[bytes] = set()
         self._items: dict[bytes, tuple[Any, float]] = {}
         """Items with the times of their last use."""
@@ -284,6 +282,10 @@ class MemoryStore:
     def entries(self) -> list[Entry]:
         with self._lock:
             return [item for item, _ in self._items.values() if isinstance(item, Entry)]
+
+    @property
+    def cuts(self) -> match.Entries:
+        return {entry.key: entry.cuts for entry in self.entries}
 
     def use(self, key: bytes) -> Any:
         """The item of `key`, which becomes the most recently used; None if there is none."""
@@ -297,11 +299,9 @@ class MemoryStore:
         """Adds an item in place of another of this key, and makes room. An entry takes the place of those whose tokens it begins with, too,
         unless they are pinned."""
         with self._lock:
-            replaced = self.index.replaced(key, item.cuts) if isinstance(item, Entry) else []
+            replaced = match.replaced(self.cuts, key, item.cuts) if isinstance(item, Entry) else []
             for other in (key, *(other for other in replaced if other not in self.pinned)):
                 self._remove(other)
-            if isinstance(item, Entry):
-                self.index.add(key, item.cuts)
             self._items[key] = item, time.monotonic()
             self.nbytes += item.nbytes
             self.trim()
@@ -322,14 +322,6 @@ class MemoryStore:
                 self._remove(key)
                 self.evicted += 1
 
-    def checkpoints(self, key: bytes) -> Checkpoints:
-        """The checkpoints of entries at tokens that `key` begins with."""
-        with self._lock:
-            entries = [self._items[other][0] for other in self.index.related(key)]
-        found = [entry.checkpoints_of(key) for entry in entries if not entry.template.evicts]
-        return {at: x for own in found for at, x in own.items() if at < match.length(key)}
-
     def _remove(self, key: bytes) -> None:
         if key in self._items:
             self.nbytes -= self._items.pop(key)[0].nbytes
-            self.index.remove(key)

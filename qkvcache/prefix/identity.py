@@ -49,12 +49,11 @@ class ModelIdentity:
         tensors = (_local(x) for _, module in modules for x in (*module._parameters.values(), *module._buffers.values()) if x is not None)
         state = (_adapters(modules), [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors])
         if state != self._state:
-            parts = [_config(self.model), str(self.model.dtype), str(state[0]), self.tokenizer, self.extra]
-            digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16)
-            for name, x in _tensors(self.model):
-                digest.update(f"{name} {x.dtype} {list(x.shape)} ".encode())
+            config = {name: value for name, value in self.model.config.to_dict().items() if name not in _IGNORED}
+            parts = [config, str(self.model.dtype), str(state[0]), self.tokenizer, self.extra]
+            digest = hashlib.blake2b(json.dumps(parts, default=str, sort_keys=True).encode(), digest_size=16)
             for sample in _samples(self.model):
-                digest.update(sample.numpy().tobytes())
+                digest.update(sample)
             self._state, self.name, self.devices = state, digest.digest(), _devices(modules)
         return self.name
 
@@ -89,24 +88,19 @@ class Ranks:
         return int(shared)
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, x in (*model.named_parameters(), *model.named_buffers()):
-        x = _local(x)
+@torch.no_grad()
+def _samples(model: nn.Module) -> Iterator[bytes]:
+    """Names, forms and sampled entries of all weights, copied from each device at once."""
+    samples: dict[torch.device, list[Tensor]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        x = _local(tensor)
         if x.device.type == "meta":
             raise ValueError(f"{name} is not in memory, so that the weights cannot be identified: load the model without offloading")
-        yield name, x
-
-
-@torch.no_grad()
-def _samples(model: nn.Module) -> list[Tensor]:
-    """Bytes of the sampled entries, in host memory after one copy from each device."""
-    samples: dict[torch.device, list[Tensor]] = {}
-    for _, x in _tensors(model):
+        yield f"{name} {x.dtype} {list(x.shape)} ".encode()
         if x.numel():
-            flat = x.reshape(-1)
-            entries = flat[:: max(flat.numel() // SAMPLES, 1)][:SAMPLES]
+            entries = x.reshape(-1)[:: max(x.numel() // SAMPLES, 1)][:SAMPLES]
             samples.setdefault(x.device, []).append(entries.contiguous().view(torch.uint8))
-    return [torch.cat(parts).cpu() for parts in samples.values()]
+    yield from (torch.cat(parts).cpu().numpy().tobytes() for parts in samples.values())
 
 
 def _local(x: Tensor) -> Tensor:
@@ -125,21 +119,12 @@ def _devices(modules: Modules) -> dict[int, torch.device]:
     return devices
 
 
-def _config(model: PreTrainedModel) -> dict:
-    config = model.config.to_dict()
-    return json.loads(json.dumps({name: value for name, value in config.items() if name not in _IGNORED}, default=str, sort_keys=True))
-
-
 def _adapters(modules: Modules) -> tuple[str, ...]:
     """The adapters that are active or merged, and their scaling, which are not parameters as the adapters' weights
     are."""
     marks = ("active_adapter", "merged_adapters", "disable_adapters", "scaling")
-    return tuple(
-        f"{name}.{mark}={getattr(module, mark)}"
-        for name, module in modules
-        if "merged_adapters" in vars(module)  # a tuner layer of peft
-        for mark in marks
-    )
+    tuners = [(name, module) for name, module in modules if "merged_adapters" in vars(module)]  # layers of peft
+    return tuple(f"{name}.{mark}={getattr(module, mark)}" for name, module in tuners for mark in marks)
 
 
 def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -275,7 +275,7 @@ class PrefixStore:
         entries = [entry for key in keys if (entry := self._entry(key)) is not None]
         for entry in entries:
             if self._disk is not None:
-                if entry.key not in self._disk.headers and (reason := self._disk.write(entry)):
+                if self._disk.file(entry.key) is None and (reason := self._disk.write(entry)):
                     raise ValueError(f"the pinned entry is not on disk: {reason}")
                 self._disk.pin(file_name(entry.key))
             self._memory.pin(entry.key)
@@ -292,7 +292,7 @@ class PrefixStore:
             pages.pin(words, False)
         for key in keys:
             self._memory.pin(key, False)
-            if self._disk is not None and key in self._disk.headers:
+            if self._disk is not None and self._disk.file(key) is not None:
                 self._disk.pin(file_name(key), False)
 
     def _pinnable(self, ids: Inputs) -> tuple[list[bytes], list[int]]:
@@ -304,19 +304,19 @@ class PrefixStore:
 
     def _entry(self, key: bytes) -> Entry | None:
         """An entry of exactly the tokens of `key`, from one in memory or on disk that begins with them; None if there is none."""
-        if (stored := self._memory.index.covering(key)) is None:
+        if (stored := match.covering(self._memory.cuts, key)) is None:
             return self._loaded(key, self._memory.max_bytes)
         entry = self._memory.use(stored)
         if stored == key:
             return entry
         layers = [on_host(layer, self._on_gpu) for layer in entry.cut(match.length(key))]
-        return Entry(key, entry.template, layers, entry.checkpoints_of(key))
+        return Entry(key, entry.template, layers, entry.checkpoints_within(key))
 
     def _loaded(self, key: bytes, room: int) -> Entry | None:
         """An entry of exactly the tokens of `key`, of at most `room` bytes, from a file that begins with them; None if there is none."""
-        if self._disk is None or (stored := self._disk.index.covering(key)) is None:
+        if self._disk is None or (stored := match.covering(self._disk.cuts, key)) is None or (file := self._disk.file(stored)) is None:
             return None
-        file, layers, left, tokens = self._disk.headers[stored], list[Snapshot](), room - len(key), match.length(key)
+        layers, left, tokens = list[Snapshot](), room - len(key), match.length(key)
         copy, template = partial(on_host, lock=self._on_gpu), self._template_named(key)
         with suppress(Damaged):
             for layer in self._disk.read(stored, tokens, copy, template):
@@ -348,7 +348,7 @@ class PrefixStore:
         disk = self._require_disk()
         loaded, room = list[Entry](), self._memory.max_bytes - self._memory.nbytes
         for key in disk.newest(self._scanned()):
-            if self._memory.index.covering(key) is None and (entry := self._loaded(key, room)) is not None:
+            if match.covering(self._memory.cuts, key) is None and (entry := self._loaded(key, room)) is not None:
                 loaded.append(entry)
                 room -= entry.nbytes
         for entry in reversed(loaded):
@@ -381,7 +381,7 @@ class PrefixStore:
     def _longest(self, keys: list[bytes], limit: int) -> tuple[DiskStore | None, bytes, int] | None:
         """The longest match: its store (None: memory, which is preferred), its key and its number of tokens."""
         stores = [None] if self._disk is None else [None, self._disk]
-        found = [(disk, *(disk or self._memory).index.best(key, limit)) for disk in stores for key in keys]
+        found = [(disk, *match.best((disk or self._memory).cuts, key, limit)) for disk in stores for key in keys]
         longest = max(found, key=lambda one: one[2])
         return longest if longest[2] >= self.min_match_tokens else None
 
@@ -429,7 +429,7 @@ class PrefixStore:
         try:
             template = self._template_of(cache)
             key = match.encode(identity + template.name, row)
-            if (covering := self._memory.index.covering(key)) is not None:
+            if (covering := match.covering(self._memory.cuts, key)) is not None:
                 self._memory.use(covering)
                 self._stats.covered += 1
                 return True
@@ -440,7 +440,9 @@ class PrefixStore:
                 return True
             entry = snapshot_cache(cache, template, key, number, len(row) >= self.min_quantize_tokens, most, release)
             if entry.cuts is not None:
-                known = self._memory.checkpoints(key) | (checkpoints or {})
+                known = checkpoints or {}
+                for other in () if template.evicts else self._memory.entries:
+                    known = other.checkpoints_within(key) | known
                 entry = replace(entry, checkpoints=thinned(known, most - entry.nbytes))
         except TooLarge:
             self._stats.rejected += 1
@@ -463,7 +465,7 @@ class PrefixStore:
         return not reason
 
     def _write(self, disk: DiskStore, entry: Entry) -> bool:
-        if disk.index.covering(entry.key) is not None:
+        if match.covering(disk.cuts, entry.key) is not None:
             return False
         if reason := disk.write(entry):
             self._stats.refused[f"on disk: {reason}"] += 1

@@ -70,8 +70,9 @@ def layers() -> list[Snapshot]:
 
 @pytest.fixture
 def file(tmp_path, layers) -> disk.File:
-    key = match.encode(bytes(match.NAME), torch.arange(TOKENS))
-    return disk.write_entry(tmp_path, Entry(key, CacheTemplate(DynamicCache(config=model().config), model().config), layers), "llama")
+    kept, key = disk.DiskStore(tmp_path, 2**30, "llama"), match.encode(bytes(match.NAME), torch.arange(TOKENS))
+    kept.write(Entry(key, CacheTemplate(DynamicCache(config=model().config), model().config), layers))
+    return kept.file(key)
 
 
 def given() -> Snapshot:
