@@ -13,7 +13,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import takewhile
 from threading import Lock
@@ -34,7 +33,7 @@ WRITERS = 4
 @dataclass
 class Fetch:
     """The stored pages of a waiting request: pages number `first` and the following ones. `nbytes`: the host memory
-    that they take, at most."""
+    that they take, at most; `future`: of the thread that reads them, once it has begun."""
 
     tokens: list[int]
     nbytes: int
@@ -88,20 +87,15 @@ class Sessions:
     def fetched(self, request_ids: Sequence[str]) -> set[str]:
         """The waiting requests whose pages are in host memory. Fetches those of the next ones, as many as the store may
         hold at once."""
-        left, done = self.pages.memory.max_bytes, set()
-        for request_id in request_ids:
-            fetch = self._fetches.get(request_id)
-            if fetch is None:
-                done.add(request_id)
-                continue
-            if fetch.future is None and (fetch.nbytes <= left or left == self.pages.memory.max_bytes):
+        left = self.pages.memory.max_bytes
+        waiting = [fetch for request_id in request_ids if (fetch := self._fetches.get(request_id)) is not None]
+        for number, fetch in enumerate(waiting):
+            if fetch.future is None and (fetch.nbytes <= left or not number):
                 fetch.future = self._fetcher.submit(self._fetch, fetch)
                 fetch.future.add_done_callback(lambda _: self._wake())
-            if fetch.future is not None:
-                left -= fetch.nbytes
-                if fetch.future.done():
-                    done.add(request_id)
-        return done
+            left -= fetch.nbytes if fetch.future is not None else 0
+        busy = {id for id, fetch in self._fetches.items() if fetch.future is None or not fetch.future.done()}
+        return set(request_ids) - busy
 
     def take(self, request_id: str, room: int) -> Fetch | None:
         """The fetched pages of a request that is admitted, if there is room for them."""
@@ -158,7 +152,7 @@ class Sessions:
             names = self.pages.names(tokens, self.names.get(request_id, ()))
             if request_id in self.names:
                 self.names[request_id] = names
-            with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            with torch.cuda.stream(self._stream):  # None on a CPU
                 for index, block in enumerate(blocks, first):
                     if not self.pages.touch(names[index], now, index):  # else another request has stored it
                         self._submit(names[index], self.pages.keep(names[index], self._blocks[block]), now, index)

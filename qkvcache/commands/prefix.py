@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +23,6 @@ def bench(
     dtype: Annotated[str, typer.Option(help="The model's dtype: bfloat16, float16 or float32.")] = "bfloat16",
     contexts: Annotated[str, typer.Option(help="Numbers of tokens, with commas.")] = CONTEXTS,
     device: Annotated[str, typer.Option(help="Device of the caches: cpu, cuda.")] = "cpu",
-    directory: Annotated[Path | None, typer.Option(help="Where files are written; a temporary one by default.")] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Measure bytes and latency of storing and fetching prefixes of a model's shapes."""
@@ -36,17 +34,14 @@ def bench(
     with refusals():
         config = AutoConfig.from_pretrained(path)
         named = {"model": model, "format": format, "dtype": dtype, "device": device}
-        with tempfile.TemporaryDirectory(dir=directory) as folder:
-            found = measure(config, format, counts, Path(folder), stored_in, on)
-            measured = track(found, "storing and fetching", len(counts))
-            rows = [named | row for row in measured]
-    headers = ("tokens", "MB", "smaller", "store", "fetch", "half", "us/token", "write", "read", "half")
+        measured = track(measure(config, format, counts, stored_in, on), "storing and fetching", len(counts))
+        rows = [named | row for row in measured]
+    headers = ("tokens", "MB", "smaller", "store", "fetch", "half", "us/token")
     grid = table(headers, title=f"{model} in {dtype} on {device}, stored as {format}; milliseconds, and microseconds a token")
     for row in rows:
         times = (f"{row[name]:.1f}" for name in ("store_ms", "fetch_ms", "fetch_half_ms"))
-        files = (f"{row[name]:.1f}" for name in ("write_ms", "read_ms", "read_half_ms"))
         sizes = (f"{row['tokens']:,}", f"{row['bytes'] / 1e6:.1f}", f"{row['ratio']:.2f}x")
-        grid.add_row(*sizes, *times, f"{1000 * row['fetch_ms'] / row['tokens']:.2f}", *files)
+        grid.add_row(*sizes, *times, f"{1000 * row['fetch_ms'] / row['tokens']:.2f}")
     output(rows, json_output, grid)
 
 
@@ -80,9 +75,8 @@ def _row(path: Path, contents: bool) -> dict:
     """The row of a file. `contents`: whether all of it is read and checked."""
     from ..prefix import disk
 
-    stat = path.stat()
-    row = {"file": path.name, "model": "", "tokens": 0, "bytes": stat.st_size, "used": stat.st_mtime}
-    row |= {"cache": "", "cuts": None, "problem": ""}
+    stat, empty = path.stat(), {"model": "", "tokens": 0, "cache": "", "cuts": None, "problem": ""}
+    row = {"file": path.name, "bytes": stat.st_size, "used": stat.st_mtime} | empty
     try:
         file = disk.read_header(path)
         row |= {"model": file.model, "tokens": file.tokens, "cache": file.text, "cuts": file.cuts}

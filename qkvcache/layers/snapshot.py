@@ -157,32 +157,32 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int = 0) -> Snapshot:
     state = _state(layer, row)
     if kind == "linear":  # it does not count tokens; other layers of the cache do
         return state
-    seen = layer.get_seq_length()
-    cut = tokens not in (None, seen)
-    if cut and state.tensors:
-        raise NotImplementedError("a layer with a recurrent state cannot be cut to fewer tokens than it has seen")
     if isinstance(layer, CompressedLayer) and layer.is_compileable:
         raise NotImplementedError("the contents of a preallocated layer cannot be taken out")
-    if isinstance(layer, EvictingLayer):
+    if isinstance(layer, CompressedLayer):
         layer.commit()
+    if isinstance(layer, EvictingLayer):
         if layer.step is not None:
             raise NotImplementedError("a step of an evicting layer is running")
         if layer.storage is not None and layer.storage.metadata.row_lengths is not None:
             raise NotImplementedError("an evicting layer whose rows were padded")
-        if cut:
-            raise NotImplementedError("a layer that evicts tokens cannot be cut to fewer than it has seen")
-    if kind == "sliding" and cut and seen > layer.keys.shape[2]:
-        raise NotImplementedError("a sliding-window layer whose window is full cannot be cut to fewer tokens than it has seen")
+    seen = layer.get_seq_length()
     if not layer.is_initialized or not seen:
         return Snapshot("empty")
     if isinstance(layer, CompressedLayer):
-        layer.commit()
         tensors, numbers = layer.storage.snapshot(row)  # type: ignore[union-attr]
     else:
         tensors = {name: getattr(layer, name)[row : row + 1] for name in ("keys", "values")}
         numbers = {"seen": seen} if kind == "sliding" else {}
-    whole = Snapshot(kind, tensors | {INDEXER + name: x[row : row + 1] for name, x in _indexer(layer).items()}, numbers)
-    return (whole if tokens is None else whole.cut(tokens)).joined(state)
+    tensors |= {INDEXER + name: x[row : row + 1] for name, x in _indexer(layer).items()}
+    found = Snapshot(kind, tensors, numbers).joined(state)
+    if tokens in (None, seen):
+        return found
+    if found.whole:
+        raise NotImplementedError(
+            "a layer that evicts, whose window is full or that has a recurrent state cannot be cut to fewer tokens than it has seen"
+        )
+    return found.cut(tokens)
 
 
 def checkpoint(layer: Layer) -> Snapshot | None:
@@ -221,21 +221,22 @@ def copy_tokens(into: Layer, layer: Layer, tokens: int | None = None, row: int =
         into.indexer_position_ids = ids[:, rows, :tokens]
 
 
-def restore(layer: Layer, stored: Snapshot, device: torch.device | str) -> None:
-    """Copies `stored` to `device` into `layer`, which is empty. A dense snapshot is quantized for a compressed layer.
+def restore(layer: Layer, stored: Snapshot, device: torch.device | str, own: Layer | None = None) -> None:
+    """Copies `stored` to `device` into `layer`, which is empty. A dense snapshot is quantized for a compressed layer. A compressed one is
+    dequantized for a dense layer by `own`, an empty layer of its kind. Raises ValueError for a layer of another kind.
 
     Layers of this library are copied to a GPU on a separate stream and waited for when they are read
     (`CompressedLayer.arrival`): a model computes its first layers meanwhile, and the host does not wait for copies when
-    it reads results. Raises ValueError for a layer of another kind."""
+    it reads results."""
     kind, device = KINDS.get(type(layer)), torch.device(device)
     if stored.kind == "empty":
         return
-    if stored.kind == "dense" and kind == "compressed":
-        dense = DynamicIndexedLayer()
-        restore(dense, stored.attention, device)
-        copy_tokens(layer, dense)
-    elif kind != stored.kind:
-        raise ValueError(f"a {stored.kind} snapshot cannot be put into a {type(layer).__name__}")
+    if kind != stored.kind:
+        between = DynamicIndexedLayer() if (stored.kind, kind) == ("dense", "compressed") else own
+        if between is None or KINDS.get(type(between)) != stored.kind:
+            raise ValueError(f"a {stored.kind} snapshot cannot be put into a {type(layer).__name__}")
+        restore(between, stored.attention, device)
+        copy_tokens(layer, between)
     elif isinstance(layer, CompressedLayer) and device.type == "cuda":
         stream = _copies_to(device)
         stream.wait_stream(torch.cuda.current_stream(device))  # which may still read memory that is reused here
@@ -244,7 +245,7 @@ def restore(layer: Layer, stored: Snapshot, device: torch.device | str) -> None:
         layer.arrival = stream.record_event()
     elif kind != "linear":
         _restore_tokens(layer, stored, device)
-    restore_states(layer, stored, device)
+    _restore_states(layer, stored.states, device)
 
 
 @functools.cache
@@ -300,22 +301,18 @@ def _states(layer: Layer) -> Iterator[tuple[str, object]]:
         yield from ((f"{STATE}{name}.{i}", state) for i, state in x.items()) if isinstance(x, dict) else ((STATE + name, x),)
 
 
-def restore_states(layer: Layer, stored: Snapshot, device: torch.device | str) -> None:
-    """Copies the states of `stored` to `device` into `layer`, on the current stream, since models read them as they are."""
+def _restore_states(layer: Layer, stored: Snapshot, device: torch.device) -> None:
+    """Copies states to `device` into `layer`, on the current stream, since models read them as they are."""
     before = dict(_states(layer))
-    for name, x in stored.states.numbers.items():
-        _set_state(layer, name, bool(x) if isinstance(before.get(name), bool) else x)
-    for name, state in stored.states.to(device, copy=True).tensors.items():
-        _set_state(layer, name, state)
-        layer.dtype, layer.device = state.dtype, torch.device(device)
-
-
-def _set_state(layer: LinearAttentionLayer, name: str, value: object) -> None:
-    name, _, number = name.removeprefix(STATE).partition(".")
-    if number:
-        getattr(layer, name)[int(number)] = value
-    else:
-        setattr(layer, name, value)
+    flags = {name: bool(x) if isinstance(before.get(name), bool) else x for name, x in stored.numbers.items()}
+    for name, x in {**flags, **stored.to(device, copy=True).tensors}.items():
+        attribute, _, number = name.removeprefix(STATE).partition(".")
+        if number:
+            getattr(layer, attribute)[int(number)] = x
+        else:
+            setattr(layer, attribute, x)
+        if isinstance(x, Tensor):
+            layer.dtype, layer.device = x.dtype, device
 
 
 # Snapshots from files, which could name any attribute and any size.

@@ -6,9 +6,8 @@ The original cache is freed layer by layer before a fetch, so that three copies 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -18,26 +17,22 @@ from transformers.cache_utils import DynamicLayer
 from ..caches import CompressedCache
 from ..caches.memory import measured
 from ..formats import FormatLike
-from ..layers.snapshot import Snapshot
 from ..planning.model import shapes
 from . import match
-from .disk import DiskStore
 from .entry import CacheTemplate, snapshot_cache
-from .host_memory import Blocks
 
 REPEATS = 3
 Result = TypeVar("Result")
 
 
 def measure(
-    config: PreTrainedConfig, format: FormatLike, contexts: Sequence[int], directory: Path, dtype: torch.dtype, device: torch.device
+    config: PreTrainedConfig, format: FormatLike, contexts: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Iterator[dict]:
     """A row for each context: bytes, ratio to the dense cache, and milliseconds, the minimum of
     `REPEATS` runs.
 
     `store_ms`: from a DynamicCache on `device` to codes in host memory. `fetch_ms`, `fetch_half_ms`: all or half of the
-    tokens from host memory into a cache on `device`. `write_ms`, `read_ms`, `read_half_ms`: to and from files in
-    `directory`, which the page cache holds.
+    tokens from host memory into a cache on `device`.
 
     Raises ValueError for contexts below 2, an unknown format or one that cannot hold the model's head_dim;
     NotImplementedError for models with layers that do not cache keys and values.
@@ -45,36 +40,19 @@ def measure(
     if not contexts or min(contexts) < 2:
         raise ValueError(f"contexts={list(contexts)}: must be numbers of tokens, 2 or more")
     template = CacheTemplate(CompressedCache(config, format=format), config)
-    devices, store = [device] * len(template), DiskStore(directory, 2**63, config.model_type)
-
-    def least(layers: Callable[[int], Iterable[Snapshot]], count: int) -> float:
-        return min(_timed(device, lambda: template.restore(layers(count), devices, template))[1] for _ in range(REPEATS))
-
+    devices = [device] * len(template)
     for tokens in contexts:
-        key, store_ms = match.encode(bytes(match.NAME), torch.zeros(tokens, dtype=torch.int64)), []
+        key = match.encode(bytes(match.NAME), torch.zeros(tokens, dtype=torch.int64))
+        times: dict[str, list[float]] = {"store_ms": [], "fetch_ms": [], "fetch_half_ms": []}
         for _ in range(REPEATS):
             cache = _random(config, tokens, dtype, device)
             nbytes = measured(cache.layers).total
             entry, ms = _timed(device, partial(snapshot_cache, cache, template, key, 0, True, 2**63, release=True))
-            store_ms.append(ms)
-        _, write_ms = _timed(device, partial(store.write, entry))
-
-        def read(count: int, key: bytes = key) -> Iterable[Snapshot]:
-            return store.read(key, count, Blocks() if device.type == "cuda" else None, template)
-
-        yield {
-            "tokens": tokens,
-            "bytes": entry.nbytes,
-            "bytes_per_token": entry.nbytes / tokens,
-            "ratio": nbytes / entry.nbytes,
-            "store_ms": min(store_ms),
-            "fetch_ms": least(entry.cut, tokens),
-            "fetch_half_ms": least(entry.cut, tokens // 2),
-            "write_ms": write_ms,
-            "read_ms": least(read, tokens),
-            "read_half_ms": least(read, tokens // 2),
-        }
-        store.trim(0)
+            times["store_ms"].append(ms)
+            for name, count in (("fetch_ms", tokens), ("fetch_half_ms", tokens // 2)):
+                times[name].append(_timed(device, partial(template.restore, entry.cut(count), devices, template))[1])
+        row = {"tokens": tokens, "bytes": entry.nbytes, "bytes_per_token": entry.nbytes / tokens, "ratio": nbytes / entry.nbytes}
+        yield row | {name: min(measured_ms) for name, measured_ms in times.items()}
 
 
 def _random(config: PreTrainedConfig, tokens: int, dtype: torch.dtype, device: torch.device) -> DynamicCache:

@@ -17,30 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicIndexedLayer, DynamicLayer, LinearAttentionAndFullAttentionLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from ..caches import CompressedCache
 from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
 from ..layers.hybrid import HybridLayer
 from ..layers.indexed import IndexedLayer
-from ..layers.snapshot import (
-    PLACEHOLDER,
-    Layer,
-    Snapshot,
-    check,
-    check_checkpoint,
-    checkpoint,
-    copy_tokens,
-    restore,
-    restore_states,
-    snapshot,
-)
+from ..layers.snapshot import KINDS, Layer, Snapshot, check, check_checkpoint, checkpoint, copy_tokens, restore, snapshot
 from . import match
 from .host_memory import on_host
 
-CUTTABLE = (CompressedLayer, IndexedLayer, DynamicLayer, DynamicIndexedLayer, PLACEHOLDER)
-"""Layers that can be cut to any number of first tokens."""
 Checkpoints = dict[int, list[Snapshot | None]]
 """Earlier states of an entry's layers (`Snapshot.checkpoint`), by the number of tokens seen."""
 
@@ -70,7 +63,7 @@ class CacheTemplate:
         self.text = "; ".join(dict.fromkeys(map(_in_short, cache.layers)))
         self.name = hashlib.blake2b("\n".join(map(_describe, cache.layers)).encode(), digest_size=16).digest()
         self.evicts = any(isinstance(layer, EvictingLayer) for layer in cache.layers)
-        self.cuttable = not self.evicts and all(type(layer) in CUTTABLE for layer in cache.layers)
+        self.cuttable = all(_cuttable(layer) for layer in cache.layers)
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -105,13 +98,13 @@ class CacheTemplate:
         quantized or dequantized where only one of the two layers is compressed."""
         cache = into.cache()
         for layer, stored, own, device in zip(cache.layers, layers, self.layers(), devices, strict=True):
-            if stored.kind == "compressed" and not isinstance(layer, CompressedLayer):
-                restore(own, stored.attention, device)
-                copy_tokens(layer, own)
-                restore_states(layer, stored, device)
-            else:
-                restore(layer, stored, device)
+            restore(layer, stored, device, own)
         return cache
+
+
+def _cuttable(layer: Layer) -> bool:
+    """Whether it can be cut to any number of first tokens."""
+    return KINDS.get(type(layer)) in ("compressed", "dense", "empty") and not isinstance(layer, LinearAttentionLayer)
 
 
 def _in_place_of(layer: Layer, stock: Layer) -> bool:
@@ -257,13 +250,9 @@ def _snapshot_as(into: Layer, layer: Layer, tokens: int, row: int, quantize: boo
 
 def batch_size(cache: Cache) -> int:
     """Rows of the cache; 0 while it is empty."""
-    for layer in cache.layers:
-        rows = layer.rows if isinstance(layer, CompressedLayer) else getattr(layer, "keys", None)
-        if isinstance(rows, int) and rows:
-            return rows
-        if isinstance(rows, Tensor) and rows.ndim == 4:
-            return int(rows.shape[0])
-    return 0
+    dense = (getattr(layer, "keys", None) for layer in cache.layers if not isinstance(layer, CompressedLayer))
+    rows = [layer.rows for layer in cache.layers if isinstance(layer, CompressedLayer)]
+    return max([0, *rows, *(x.shape[0] for x in dense if isinstance(x, Tensor) and x.ndim == 4)])
 
 
 class MemoryStore:

@@ -138,7 +138,18 @@ class PrefixStore:
         identity: str = "",
         **options,
     ):
-        _check_arguments(model, options, dense=dense, tokenizer=tokenizer, identity=identity, directory=directory, age=time_to_live)
+        _check_model(model, tokenizer, dense, options)
+        typed = {
+            "dense": (dense, bool, "True or False"),
+            "directory": (directory, str | PathLike | None, "a path"),
+            "time_to_live": (time_to_live, int | float | None, "seconds or None"),
+            "identity": (identity, str, "a string"),
+        }
+        for name, (value, kind, words) in typed.items():
+            if not isinstance(value, kind):
+                raise TypeError(f"{name} must be {words}, got {value!r}")
+        if time_to_live is not None and time_to_live <= 0:
+            raise ValueError(f"time_to_live={time_to_live}: must be more than 0 seconds; leave it out to keep entries for ever")
         max_disk_bytes = 10 * max_bytes if max_disk_bytes is None else max_disk_bytes
         check_count("max_bytes", max_bytes, of="bytes")
         check_count("max_disk_bytes", max_disk_bytes, of="bytes")
@@ -498,28 +509,15 @@ class PrefixStore:
         return self._disk
 
 
-def _check_arguments(
-    model: object, options: dict, *, dense: object, tokenizer: object, identity: object, directory: object, age: object
-) -> None:
-    """Checks the arguments of PrefixStore. Raises TypeError, ValueError or NotImplementedError with the name of the
-    argument."""
+def _check_model(model: object, tokenizer: object, dense: bool, options: dict) -> None:
+    """Raises TypeError, ValueError or NotImplementedError for a model and options of caches that cannot be stored."""
     config = getattr(model, "config", None)
     if not isinstance(config, PreTrainedConfig) or not isinstance(model, torch.nn.Module):  # peft wraps models
         raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
     if config.is_encoder_decoder:
         raise NotImplementedError(f"{config.model_type} is an encoder-decoder model: its cache depends on more than a prefix")
-    if not isinstance(dense, bool):
-        raise TypeError(f"dense must be True or False, got {dense!r}")
-    if not isinstance(identity, str):
-        raise TypeError(f"identity must be a string, got {identity!r}")
     if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
         raise TypeError(f"tokenizer must be a transformers tokenizer, got {tokenizer!r}")
-    if directory is not None and not isinstance(directory, str | PathLike):
-        raise TypeError(f"directory must be a path, got {directory!r}")
-    if age is not None and (isinstance(age, bool) or not isinstance(age, int | float)):
-        raise TypeError(f"time_to_live must be seconds or None, got {age!r}")
-    if age is not None and not age > 0:
-        raise ValueError(f"time_to_live={age}: must be more than 0 seconds; leave it out to keep entries for ever")
     if options.get("max_length") is not None:
         raise ValueError(f"max_length={options['max_length']}: the caches of a store grow; leave it out")
     if dense and options.get("policy") is not None:

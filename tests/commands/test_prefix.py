@@ -85,7 +85,7 @@ def test_bench_measures_what_a_store_holds():
     assert sizes[1] - sizes[0] == 300 * per_token + 300 * 4
     assert rows[1]["ratio"] == pytest.approx(600 * 5 * 2 * 512 / sizes[1])
     for row in rows:
-        assert all(row[name] > 0 for name in ("store_ms", "fetch_ms", "fetch_half_ms", "write_ms", "read_ms", "read_half_ms"))
+        assert all(row[name] > 0 for name in ("store_ms", "fetch_ms", "fetch_half_ms"))
     assert "us/token" in run("bench", "--contexts", "300", "--dtype", "float16").stdout
 
 
