@@ -186,27 +186,28 @@ def read(file: File, tokens: int | None = None, copy: Copy | None = None, templa
     not reused."""
     with _reading(file.path):
         layers, checkpoints = file.layers(template)
-        states = checkpoints.get(tokens or 0, [None] * len(layers))
+    states = checkpoints.get(tokens or 0, [None] * len(layers))
 
-        def checked(i: int) -> Snapshot:
-            part, own = layers[i], states[i]
+    def checked(i: int) -> Snapshot:
+        part, own = layers[i], states[i]
+        with _reading(file.path):
             if own is not None:
                 file.verify(f"{i}@{tokens}", own)
             if tokens not in (None, file.tokens):
                 part = part.cut(tokens, own)
             if part is not own:
                 file.verify(str(i), layers[i], None if part is layers[i] else -(-_tokens(part) // CHUNK) or 1)
-            return copy(part) if copy else part
+        return copy(part) if copy else part
 
-        readers = AHEAD if isinstance(copy, Blocks) else THREADS
-        with ThreadPoolExecutor(readers) as pool:
-            running: deque[Future[Snapshot]] = deque()
-            for i in range(len(layers)):
-                if len(running) == readers:  # the most copies at a time
-                    yield running.popleft().result()
-                running.append(pool.submit(checked, i))
-            while running:
+    readers = AHEAD if isinstance(copy, Blocks) else THREADS
+    with ThreadPoolExecutor(readers) as pool:
+        running: deque[Future[Snapshot]] = deque()
+        for i in range(len(layers)):
+            if len(running) == readers:  # the most copies at a time
                 yield running.popleft().result()
+            running.append(pool.submit(checked, i))
+        while running:
+            yield running.popleft().result()
 
 
 def read_checkpoints(file: File, most: int, copy: Copy | None = None) -> Checkpoints:
