@@ -53,7 +53,7 @@ LONGEST_WRITE = 3600
 IDS, PAGE = "ids", "page"
 """The names of the parts that are no layers."""
 Copy = Callable[[Snapshot], Snapshot]
-_NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-[0-9a-f]{32}\.safetensors")
+_NAME = re.compile(r"([0-9a-f]{32}-){2}[0-9a-f]{32}\.safetensors")
 
 
 class Damaged(Exception):
@@ -171,7 +171,7 @@ def read_header(path: Path) -> File:
             return file
         ids = handle.get_tensor(f"{IDS}.{IDS}")
         file.verify(IDS, Snapshot(IDS, {IDS: ids}))
-        file = replace(file, key=match.encode(b"".join(names(path.name) or ()), ids))
+        file = replace(file, key=match.encode(bytes.fromhex(path.name[:65].replace("-", "")), ids))
         if path.name != file_name(file.key) or file.tokens != match.length(file.key) or max(file.cuts or [0]) > file.tokens:
             raise Damaged(f"it has other token ids than its name says, or cuts at {file.cuts}")
         return file
@@ -230,17 +230,11 @@ def files(directory: Path) -> list[os.DirEntry]:
         return []
 
 
-def names(file: str) -> tuple[bytes, bytes] | None:
-    """The names of the model and of the template in a file name; None if it is not the name of an entry."""
-    fits = _NAME.fullmatch(file)
-    return (bytes.fromhex(fits[1]), bytes.fromhex(fits[2])) if fits else None
-
-
 def _entries(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """The entries in a directory that no other process removes meanwhile."""
     for entry in files(directory):
         with suppress(FileNotFoundError):
-            if names(entry.name):
+            if _NAME.fullmatch(entry.name):
                 yield Path(entry.path), entry.stat()
 
 
@@ -301,11 +295,11 @@ class DiskStore:
         there = {entry.name for entry in files(self.directory)}
         for name in self._files.keys() - there:
             del self._files[name]
+        ours = tuple(f"{identity.hex()}-{template.hex()}-" for template in templates)
         for name in sorted(there - self._files.keys()):
-            found = names(name)
-            if found is None:
+            if not _NAME.fullmatch(name):
                 self._skip(name, "it is no prefix entry")
-            elif found[0] == identity and found[1] in templates:
+            elif name.startswith(ours):
                 try:
                     self._files[name] = read_header(self.directory / name)
                 except FileNotFoundError:

@@ -67,12 +67,11 @@ def compute(model: Any, words: Tensor, inputs: Inputs, count: int, cache: Cache,
         if given is not None:
             end = unbroken(words, end, 1)
             model.generate(**remaining(model, given, cache, end), past_key_values=cache, generation_config=step)
-            yield (seen := end)
-            continue
-        positions = torch.arange(seen, end, device=ids.device)[None]  # some models count from 0 by default
-        options = {"logits_to_keep": 1, "position_ids": positions.expand(len(ids), -1)}
-        known = {name: x for name, x in options.items() if name in taken}
-        model(input_ids=ids[:, seen:end], past_key_values=cache, use_cache=True, **known)
+        else:
+            positions = torch.arange(seen, end, device=ids.device)[None]  # some models count from 0 by default
+            options = {"logits_to_keep": 1, "position_ids": positions.expand(len(ids), -1)}
+            known = {name: x for name, x in options.items() if name in taken}
+            model(input_ids=ids[:, seen:end], past_key_values=cache, use_cache=True, **known)
         seen = end
         yield seen
 
