@@ -44,25 +44,21 @@ OTHERS: dict[str, dict[str, Any]] = {
 LATER = {"4 bits, 256 tokens read a step": "4 bits, 256 read", "4 bits, 256 tokens kept by SnapKV": "4 bits + SnapKV, 256"}
 """Caches of OTHERS that are asked after they have read a context, as they are printed."""
 NEW_TOKENS = 16
-BARE: dict[str, Any] = {"num_sink_tokens": 0, "residual_length": 0}
-"""Options with which no token stays exact."""
 
 
 @dataclass(frozen=True)
 class Size:
     """The size of a demo. `context`: tokens of the prompt and of each text's context; `read_on`: tokens read after a
-    context; `recalls`, `form`: number and form of recall cases; `bare`: whether formats are also shown without exact
-    tokens."""
+    context; `recalls`, `form`: number and form of recall cases."""
 
     context: int
     read_on: int
     recalls: int
     form: Form
-    bare: bool
 
 
-SIZES = {"demo": Size(2000, 40, 8, CODE_WORD, bare=True)}
-REAL = Size(700, 16, 4, NUMBER, bare=False)
+SIZES = {"demo": Size(2000, 40, 8, CODE_WORD)}
+REAL = Size(700, 16, 4, NUMBER)
 """The size for every other model: about three minutes on two CPU cores for 135 million parameters."""
 
 
@@ -74,9 +70,8 @@ def run(
     seed: int = 0,
     formats: Sequence[str] | None = None,
 ) -> list[dict]:
-    """The rows of the table for the model called `name`, dense first. `exact` is `num_sink_tokens + residual_length`,
-    `recall` the share of correct cases. Streams text to `console` if given. `formats`: only these; None: `FORMATS` and
-    `OTHERS`."""
+    """The rows of the table for the model called `name`, dense first; `recall` is the share of correct cases. Streams text
+    to `console` if given. `formats`: only these; None: `FORMATS` and `OTHERS`."""
     model, tokenizer = load(name, dtype, device)
     size = SIZES.get(name, REAL)
     ids = text_ids(tokenizer)
@@ -100,14 +95,13 @@ def run(
         cases = RecallSet.make(model, tokenizer, ids, size.context, size.recalls, seed=seed, form=size.form)
 
     rows: list[dict] = []
-    every = list(_caches(model.config, size.bare, formats))
-    for name, exact, factory in track(every, "measuring every cache", len(every)):
+    every = list(_caches(model.config, formats))
+    for name, factory in track(every, "measuring every cache", len(every)):
         text, tokens_per_second = generate(model, tokenizer, prompt, factory())
         quality = divergence(model, passages, factory)
         rows.append(
             {
                 "cache": name,
-                "exact": exact,
                 "bytes_per_token": quality.bytes_per_token,
                 "ratio": (rows[0]["bytes_per_token"] if rows else quality.bytes_per_token) / quality.bytes_per_token,
                 "kl": quality.kl,
@@ -124,16 +118,16 @@ def table_of(rows: list[dict], name: str = "demo") -> Table:
     """The table of the model called `name`."""
     size = SIZES.get(name, REAL)
     grid = table(
-        ("cache", "exact", "bytes/token", "smaller", "KL", "ppl", "recall", "tok/s"),
-        left=("cache", "exact"),
+        ("cache", "bytes/token", "smaller", "KL", "ppl", "recall", "tok/s"),
+        left=("cache",),
         title=f"{name}, {size.context:,} tokens of context",
-        caption="exact: tokens at beginning + end kept in the model's dtype (none: the format as its authors define it). "
+        caption="Each cache but the first keeps 4 + 64 tokens at the beginning and the end in the model's dtype. "
         f"KL, ppl (perplexity): 2 x {size.read_on - 1} tokens read on through the cache, against the dense run. "
         f"recall: {size.recalls} facts, each among three others, question unseen at compression. tok/s: decode, this machine.",
     )
     for row in rows:
         grid.add_row(
-            row["cache"], row["exact"], f"{row['bytes_per_token']:,.0f}", f"{row['ratio']:.2f}x", f"{row['kl']:.4f}",
+            row["cache"], f"{row['bytes_per_token']:,.0f}", f"{row['ratio']:.2f}x", f"{row['kl']:.4f}",
             f"{row['perplexity_change']:+.1%}", f"{row['recall']:.0%}", f"{row['tokens_per_second']:.0f}",
         )  # fmt: skip
     return grid
@@ -160,10 +154,9 @@ def ask_later(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: 
     return str(tokenizer.decode(out[0, prompt.shape[1] :])).split(".")[0]
 
 
-def _caches(config: PreTrainedConfig, bare: bool, formats: Sequence[str] | None) -> Iterator[tuple[str, str, Callable[[], Cache]]]:
-    yield "DynamicCache", "all", lambda: DynamicCache(config=config)
+def _caches(config: PreTrainedConfig, formats: Sequence[str] | None) -> Iterator[tuple[str, Callable[[], Cache]]]:
+    yield "DynamicCache", lambda: DynamicCache(config=config)
     for name in FORMATS if formats is None else formats:
-        for zones in (True, False) if bare else (True,):
-            yield name, "4 + 64" if zones else "none", functools.partial(CompressedCache, config, format=name, **({} if zones else BARE))
+        yield name, functools.partial(CompressedCache, config, format=name)
     for name, options in OTHERS.items() if formats is None else ():
-        yield name, "4 + 64", functools.partial(CompressedCache, config, format=STREAMED, **options)
+        yield name, functools.partial(CompressedCache, config, format=STREAMED, **options)

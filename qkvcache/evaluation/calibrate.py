@@ -71,19 +71,10 @@ class Calibration:
         ]
         return sum(sizes) / sum(heads for heads, *_ in self.shapes)
 
-    @property
-    def expected_kl(self) -> float:
-        """The sum of the costs of the chosen bits."""
-        return sum(self.costs[i][side][bits - 2] for i, chosen in enumerate(self.bits) for side, bits in enumerate(chosen))
-
     def as_json(self) -> dict:
-        uniform = {str(bits): kl for bits, kl in self.kl_uniform.items()}
-        derived = {
-            "bytes_per_token": self.bytes_per_token,
-            "expected_kl": self.expected_kl,
-            "formats": [f.name for f in self.format.formats],
-        }
-        return derived | {"bits": self.bits, "kl": self.kl, "kl_uniform": uniform, "costs": self.costs, "shapes": self.shapes} | self.about
+        names = [format.name for format in self.format.formats]
+        measured = {name: getattr(self, name) for name in ("bytes_per_token", "bits", "kl", "kl_uniform", "costs", "shapes")}
+        return {"formats": names} | measured | self.about
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the calibration file, which caches take as `format=path`."""

@@ -235,7 +235,8 @@ class CacheLM(HFLM):
         """lm-eval's information, with `kv_` options and the measured bytes of a token over all ranks, averaged over all
         tokens read."""
         measured, ranks = self.measured, getattr(self.model, "tp_size", None) or 1
-        named = {f"kv_{name}": value for name, value in self.spec.options.items()}
+        options = {"cache": self.spec.cache} if self.spec.dense else asdict(self.spec)
+        named = {f"kv_{name}": value for name, value in options.items() if value is not None}
         named |= {"kv_scoring": self.scoring, "kv_chunk": self.chunk, "kv_dtype": str(self.model.dtype).removeprefix("torch.")}
         if measured.bytes:
             named |= {"kv_bytes_per_token": ranks * measured.bytes / measured.tokens, "kv_ratio": measured.dense / measured.bytes}

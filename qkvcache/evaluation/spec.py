@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from transformers import DynamicCache, PreTrainedConfig
@@ -15,8 +15,7 @@ from ..policies import check_count
 DENSE = "dynamic"
 OF_POLICY = ("budget", "recent", "head_profile")
 """Options that need a policy."""
-OF_READING = ("attention_budget", "attention_rest", "offload_pages")
-OF_ANY = ("residual_length", "max_length", *OF_READING)
+OF_ANY = ("residual_length", "max_length", "attention_budget", "attention_rest", "offload_pages")
 """Options that CompressedCache takes under the same names."""
 
 
@@ -55,18 +54,16 @@ class CacheSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.cache, str):
             raise TypeError(f"cache={self.cache!r}: expected {DENSE!r} or the name of a format such as 'turboquant_4bit_nc'")
-        of_policy = [name for name in OF_POLICY if getattr(self, name) is not None]
-        if self.policy is None and of_policy:
+        given = [field.name for field in fields(self)[1:] if getattr(self, field.name) != field.default]
+        if self.policy is None and (of_policy := [name for name in OF_POLICY if name in given]):
             raise ValueError(f"{', '.join(of_policy)} without a policy: add one, such as policy=h2o")
+        if self.dense and given:
+            raise ValueError(f"cache={DENSE!r} takes no {' and no '.join(given)}: pass a format, or cache='identity' for the model's dtype")
         check_count("num_sink_tokens", self._exact)
         check_count("residual_length", self.residual_length)
-        ours = [name for name in ("policy", "max_length", "num_sink_tokens", "attention_budget") if getattr(self, name) is not None]
-        ours += ["residual_length"] * (self.residual_length != 64) + ["offload_pages"] * self.offload_pages
         budget_of(self.attention_budget, self.attention_rest)
         if not self.dense:
             formats.resolve(self.cache)
-        elif ours:
-            raise ValueError(f"cache={DENSE!r} takes no {' and no '.join(ours)}: pass a format, or cache='identity' for the model's dtype")
         if self.policy is not None:
             self._policy()
 
@@ -85,13 +82,6 @@ class CacheSpec:
     @property
     def dense(self) -> bool:
         return self.cache == DENSE
-
-    @property
-    def options(self) -> dict:
-        """The options that apply to this cache."""
-        of_cache = {name: getattr(self, name) for name in ("cache", "policy", *OF_POLICY, "attention_budget")}
-        of_cache |= {} if self.attention_budget is None else {name: getattr(self, name) for name in OF_READING}
-        return of_cache | ({} if self.dense else {"num_sink_tokens": self._exact, "residual_length": self.residual_length})
 
     @property
     def name(self) -> str:

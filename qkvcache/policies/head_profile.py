@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from .budget import Budget
+from .budget import Budget, check_size
 
 TYPICAL = 0.25
 """The share of a context that a budget in tokens is assumed to be."""
@@ -65,10 +65,7 @@ class HeadProfile:
 
         Raises ValueError for sizes that are not a budget, TypeError for other types.
         """
-        if isinstance(budget, bool) or not isinstance(budget, int | float):
-            raise TypeError(f"budget must be a number of tokens (int) or a share (float), got {budget!r}")
-        if isinstance(budget, int) and budget < 1:
-            raise ValueError(f"budget={budget}: must be 1 or more tokens (int), or a share above 0 and up to 1 (float)")
+        check_size("budget", budget, 1)
         if isinstance(budget, float) and share is not None:
             raise ValueError(f"budget={budget} with share={share}: a budget that is a share is divided for this share; leave out share")
         of = budget if isinstance(budget, float) else TYPICAL if share is None else share

@@ -65,7 +65,7 @@ def test_a_layer_that_needs_little_retains_what_is_protected():
     ("call", "error", "match"),
     [
         (lambda: PROFILE.budget(0), ValueError, "budget=0: must be 1 or more tokens"),
-        (lambda: PROFILE.budget(1.5), ValueError, "share=1.5: must be above 0 and up to 1"),
+        (lambda: PROFILE.budget(1.5), ValueError, "budget=1.5: must be 1 or more tokens"),
         (lambda: PROFILE.budget(True), TypeError, "got True"),
         (lambda: PROFILE.budget("all"), TypeError, "got 'all'"),
         (lambda: PROFILE.budget(0.5, share=0.2), ValueError, "leave out share"),
