@@ -189,7 +189,7 @@ def plot(rows: list[dict], path: Path) -> None:
             for row in others:
                 lines.setdefault(name(row).replace("`", ""), []).append(row)
             colors = {
-                line: format_color(of[0]["format"]) if of[0]["policy"] in RESTS else policy_color(of[0]["policy"])
+                line: format_color(of[0]["format"]) if of[0]["policy"] in RESTS else policy_color(of[0]["policy"].removesuffix("_heads"))
                 for line, of in lines.items()
             }
             styles = line_styles(lines, colors.__getitem__)

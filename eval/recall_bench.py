@@ -80,7 +80,7 @@ class Bench:
         made = example(task, self.writer, tokens, context)
         ids = self.tensor([made.context])
         read = Prompt(ids, record(self.model, ids)[0], made.questions)
-        if any(question.parts for question in made.questions):
+        if not any(question.free for question in made.questions):
             return read
         return replace(read, log_probs=self.log_probs(read, DynamicCache(config=self.model.config)))
 
@@ -103,16 +103,16 @@ class Bench:
         return found.gather(1, at[..., None].expand(-1, -1, found.shape[-1])).float().log_softmax(-1)
 
     def answers(self, prompt: Prompt, cache: Cache) -> dict[str, list[float]]:
-        """Of each question: the share of its parts that is recalled, and the mean log-likelihood of their tokens; or, without parts, the
+        """Of each question: whether its answer is recalled, and the mean log-likelihood of its tokens; or, where any answer will do, the
         KL divergence from the dense run."""
         found: dict[str, list[float]] = {}
         log_probs = self.log_probs(prompt, cache)
         if prompt.log_probs is not None:
             return {"kl": compare(log_probs, prompt.log_probs)[0].double().mean(1).tolist()}
         for question, of in zip(prompt.questions, log_probs, strict=True):
-            right, likelihood = looked_up(of[: len(question.answer)], self.tensor(question.answer), question.parts)
-            found.setdefault("recall", []).append(sum(right) / len(right))
-            found.setdefault("ll", []).append(sum(likelihood) / len(likelihood))
+            of, answer = of[: len(question.answer)], self.tensor(question.answer)
+            found.setdefault("recall", []).append(float((of.argmax(-1) == answer).all()))
+            found.setdefault("ll", []).append(of.gather(-1, answer[:, None]).mean().item())
         return found
 
     @functools.cache  # noqa: B019
@@ -141,13 +141,6 @@ class Bench:
         total = prompt.ids.shape[1]
         found = self.answers(prompt, self.cache(cell.policy, cell.format, int(cell.budget * total), total))
         return {name: float(f"{sum(values) / len(values):.4g}") for name, values in found.items()}
-
-
-def looked_up(log_probs: Tensor, answer: Tensor, parts: list[tuple[int, int]]) -> tuple[list[bool], list[float]]:
-    """Whether each part of `answer` `[L]` is the most probable, token for token, and the mean log-likelihood of its tokens, of `log_probs`
-    `[L, V]`."""
-    right, likelihood = log_probs.argmax(-1) == answer, log_probs.gather(-1, answer[:, None])[:, 0]
-    return [bool(right[a:b].all()) for a, b in parts], [likelihood[a:b].mean().item() for a, b in parts]
 
 
 def shard_of(text: str) -> tuple[int, int]:

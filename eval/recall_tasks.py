@@ -21,12 +21,11 @@ from qkvcache.evaluation.recall import KEYS, number, syllables
 
 @dataclass(frozen=True)
 class Question:
-    """`ids` are read after the context, and then `answer`, each of whose `parts` (begin, end) is looked up by itself. Without parts, any
-    answer is as good as `answer`."""
+    """`ids` are read after the context, and then `answer`. `free`: any answer is as good as `answer`."""
 
     ids: list[int]
     answer: list[int]
-    parts: list[tuple[int, int]]
+    free: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,7 @@ class Writer:
         return self.encode(insert(str(self.tokenizer.decode(filler)), sentences))
 
     def question(self, text: str, answer: str) -> Question:
-        ids = self.encode(answer)
-        return Question(self.encode(text), ids, [(0, len(ids))])
+        return Question(self.encode(text), self.encode(answer))
 
     def fact(self, key: str, word: str) -> tuple[str, Question]:
         """The statement of a fact, and the question about it."""
@@ -115,7 +113,7 @@ def key_value(writer: Writer, rng: random.Random, tokens: int) -> Example:
 
 def text(writer: Writer, rng: random.Random, tokens: int) -> Example:
     found = writer.passage(rng, tokens + 65)
-    return Example(found[:tokens], [Question(found[tokens : tokens + 1], found[tokens + 1 :], [])])
+    return Example(found[:tokens], [Question(found[tokens : tokens + 1], found[tokens + 1 :], free=True)])
 
 
 TASKS: dict[str, Callable[[Writer, random.Random, int], Example]] = {"multikey": multikey, "key_value": key_value, "text": text}
