@@ -1,9 +1,12 @@
-"""The bytes of one layer, measured on storage of its final size on the meta device."""
+"""The bytes of a cache, measured on storage of its final size on the meta device."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import torch
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 from transformers.cache_utils import StaticLayer as StockStaticLayer
 
 from ..caches.memory import bytes_by_role
@@ -12,13 +15,29 @@ from ..storage import EvictingStorage
 from .model import Shape
 
 
-def kind(layer: object) -> tuple:
+def cache_bytes(
+    cache: Cache, shapes: Sequence[Shape], dtype: torch.dtype, seq_length: int, prompt: int, rows: int
+) -> tuple[Counter[str], int]:
+    """Bytes by role of `cache`, and those of them in host memory, with the arguments of `_layer_bytes`. Layers that are
+    alike are measured once."""
+    alike = Counter((_kind(layer), shape) for layer, shape in zip(cache.layers, shapes, strict=True))
+    one = {_kind(layer): layer for layer in cache.layers}
+    sizes: Counter[str] = Counter()
+    host = 0
+    for (of, shape), count in alike.items():
+        by_role, outside = _layer_bytes(one[of], shape, dtype, seq_length, prompt, rows)
+        sizes.update({role: size * count for role, size in by_role.items()})
+        host += outside * count
+    return sizes, host
+
+
+def _kind(layer: object) -> tuple:
     """A key that is equal for layers of one cache that hold the same number of bytes for the same shape."""
     of = ("budget", "sliding_window", "format", "residual_length", "max_cache_len", "max_length", "is_compileable")
     return type(layer), id(getattr(layer, "policy", None)), *(getattr(layer, name, None) for name in of)
 
 
-def layer_bytes(layer: object, shape: Shape, dtype: torch.dtype, seq_length: int, prompt: int, rows: int = 1) -> tuple[dict[str, int], int]:
+def _layer_bytes(layer: object, shape: Shape, dtype: torch.dtype, seq_length: int, prompt: int, rows: int) -> tuple[dict[str, int], int]:
     """Bytes by role of `layer` in a model of `dtype`, for `rows` requests of `seq_length` tokens without padding, of
     which `prompt` came at once; and those that lie in host memory.
 

@@ -24,7 +24,7 @@ from ..caches.memory import Bytes
 from ..formats import FormatLike, Identity
 from ..policies import Policy, check_count
 from .batching import BatchingPlan, Mix, check_mix, plan_batching
-from .layout import kind, layer_bytes
+from .layout import cache_bytes
 from .model import activation_bytes, has_unknown_states, model_dtype, shapes, text_config, weights_bytes
 
 FURTHEST = 2**30
@@ -223,15 +223,8 @@ def plan(
     def bytes_of(cache: Cache, context: int, rows: int) -> tuple[Counter[str], int]:
         """Bytes by role of `rows` requests of `context` tokens on all GPUs, and those of them in host memory."""
         at_once = context if prompt is None else min(prompt, context)
-        alike = Counter((kind(layer), shape) for layer, shape in zip(cache.layers, layers, strict=True))
-        one = {kind(layer): layer for layer in cache.layers}
-        sizes: Counter[str] = Counter()
-        host = 0
-        for (of, shape), count in alike.items():
-            by_role, outside = layer_bytes(one[of], shape, dtype, context, at_once, rows)
-            sizes.update({role: size * count * tensor_parallel for role, size in by_role.items()})
-            host += outside * count * tensor_parallel
-        return sizes, host
+        sizes, host = cache_bytes(cache, layers, dtype, context, at_once, rows)
+        return Counter({role: size * tensor_parallel for role, size in sizes.items()}), host * tensor_parallel
 
     cache = made(max_length)
     used = cache.policy if isinstance(cache, CompressedCache) else None
