@@ -30,12 +30,8 @@ class Options(TypedDict, total=False):
     sinks: Tensor | None
     """A learned logit for each query head, `[Hq]`, that takes part in the softmax and has no value (gpt-oss)."""
 
-
-class PageOptions(Options, total=False):
-    """Options of attention over pages."""
-
     observed: Tensor | None
-    """The weight of each query in accumulated attention, fp32 or bool `[B, Q]`."""
+    """How often each query counts in accumulated attention, fp32 or bool `[B, Q]`; 0 for padding."""
 
 
 OPTIONS = "sinks", "observed", "scaling", "softcap", "causal"
@@ -53,18 +49,10 @@ def attend(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None
 
 
 def attend_observed(
-    query: Tensor,
-    attention_inputs: AttentionInputs,
-    mask: Tensor | None = None,
-    *,
-    observed: Tensor | None = None,
-    **options: Unpack[Options],
+    query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
     """Run `attend` and also return the accumulated attention of each token, fp32 `[B, H, T]`: its softmax weights, summed over the
-    query heads of the group and over queries. Without `observed` it is empty, `[B, H, 0]`.
-
-    Args:
-        observed: how often each query counts, fp32 or bool `[B, Q]`; 0 for padding. Tokens that the mask hides accumulate nothing.
+    query heads of the group and over queries. Tokens that the mask hides have none. Without `observed` it is empty, `[B, H, 0]`.
     """
     sinks = options.get("sinks")
     logits = scores(query, attention_inputs.key, options.get("scaling"), options.get("softcap"))
@@ -73,7 +61,7 @@ def attend_observed(
     if sinks is not None:
         column = sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
         every = torch.cat([logits, column], dim=-1)
-    return _weighted(query, every.softmax(-1)[..., : logits.shape[3]], logits, attention_inputs.value, observed)
+    return _weighted(query, every.softmax(-1)[..., : logits.shape[3]], logits, attention_inputs.value, options.get("observed"))
 
 
 def _weighted(query: Tensor, probabilities: Tensor, logits: Tensor, value: KeysOrValues, observed: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -127,7 +115,7 @@ def attend_pages(
         query: `[B, Hq, Q, D]`, `Hq` a multiple of the KV heads.
         mask: bool (True: visible) or additive, broadcastable to `[B, Hq, Q, T]`, where `T` is at least the tokens of the longest row: a
             column is a token's index in its row.
-        scaling, causal, softcap, sinks, observed: see `PageOptions`.
+        scaling, causal, softcap, sinks, observed: see `Options`.
 
     Returns the output `[B, Hq, Q, Dv]` in the query's dtype, the log of the normaliser, fp32 `[B, Hq, Q]`, and accumulated attention by
     slot, fp32 `[B, H, S + max_length + R]`, without `observed` `[B, H, 0]`. A row without tokens has the output 0 and, without `sinks`,

@@ -27,7 +27,7 @@ from . import pages as paged
 from . import rotate as rotating
 from . import select_blocks as selecting
 from . import sum_attention as reference
-from .attend import OPTIONS, Options, PageOptions, attend_observed
+from .attend import OPTIONS, Options, attend_observed
 from .attend import attend_pages as attend_pages_in_torch
 from .evict import StaticTensors
 from .handles import ORDER
@@ -162,19 +162,14 @@ def attend_on_codes(query: Tensor, attention_inputs: AttentionInputs, mask: Tens
 
 
 def observe_on_codes(
-    query: Tensor,
-    attention_inputs: AttentionInputs,
-    mask: Tensor | None = None,
-    *,
-    observed: Tensor | None = None,
-    **options: Unpack[Options],
+    query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
     """`attend_observed`, by the fused kernel where there is one.
 
     Raises ValueError for `observed` where the device counts tokens, since accumulated attention is by slot there."""
-    inputs = attention_inputs.paged
+    inputs, observed = attention_inputs.paged, options.get("observed")
     if torch.compiler.is_compiling() and attention_inputs.compiled:
-        given = [(options | {"observed": observed}).get(name) for name in OPTIONS]
+        given = [options.get(name) for name in OPTIONS]
         shape = list(attention_inputs.value.shape[1:])
         out, _, attention_sums = torch.ops.qkvcache.attend(query, inputs.handle, ORDER[query.device], shape, mask, *given)
         return out, attention_sums
@@ -183,18 +178,16 @@ def observe_on_codes(
     by_slot = attention_inputs.by_head and (mask is not None or observed is not None)  # while these are by column
     if inputs is not None and not by_slot:
         kernel = fuses("fused", inputs, query)
-        if kernel or attention_inputs.by_head:
-            out, _, attention_sums = _attend_pages(kernel, query, inputs, mask, observed=observed, **options)
+        by_pages = kernel or attention_inputs.by_head
+        if by_pages or (observed is None and inputs.selects(query)):
+            keys = None if by_pages else [x for x in attention_inputs.key.segments if isinstance(x, Packed)]
+            out, _, attention_sums = _attend_pages(kernel, query, inputs, mask, keys, **options)
             return out, attention_sums
-        if observed is None and inputs.selects(query):
-            keys = [x for x in attention_inputs.key.segments if isinstance(x, Packed)]
-            out, _, attention_sums = _attend_pages(False, query, inputs, mask, keys, **options)
-            return out, attention_sums
-    return attend_observed(query, attention_inputs, mask, observed=observed, **options)
+    return attend_observed(query, attention_inputs, mask, **options)
 
 
 def attend_pages(
-    query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, **options: Unpack[PageOptions]
+    query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attend.attend_pages`, by the fused kernel where there is one."""
     return _attend_pages(fuses("fused", inputs, query), query, inputs, mask, **options)
@@ -206,7 +199,7 @@ def _attend_pages(
     inputs: PagedInputs,
     mask: Tensor | None,
     keys: list[Packed] | None = None,
-    **options: Unpack[PageOptions],
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attend_pages` in eager code, over the blocks that are chosen, if the inputs have a budget. `keys`: as of `select_blocks`."""
     attend = _module("fused").attend_pages if by_kernel else attend_pages_in_torch

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from ..formats.base import PackedLayout
-from .attend import PageOptions
+from .attend import Options
 from .launch import Held, Launcher
 from .pages import BLOCK, LEAST_SPLIT, MOST_SPLITS, PagedInputs, Splits
 from .segments import layout_of, planes_of
@@ -66,7 +66,7 @@ def launched(key: PackedLayout, value: PackedLayout, head_dim: int, rows: int = 
     return launch if rows <= 8 else replace(launch, rows=16)
 
 
-def tiled(query: Tensor, inputs: PagedInputs, mask: Tensor | None, options: PageOptions) -> Launch | None:
+def tiled(query: Tensor, inputs: PagedInputs, mask: Tensor | None, options: Options) -> Launch | None:
     """The launch of the kernel for many query rows; None where it does not serve these inputs, or is slower than the decode kernel.
 
     It serves causal attention under no mask but one that hides columns, of quantized keys and values of 64 or 128 channels in fp16 or bf16,
@@ -96,8 +96,8 @@ def _fits_tiles(layout: PackedLayout, head_dim: int) -> bool:
 
 
 OF_SHARED = Launch(64, 3, None, 4, 2, 16)
-"""The launch over tokens that rows share, for up to 32 query rows, the best measured on an H100 (`eval/bench_branches.py --tune`). More
-rows of a program take more registers than they spare loads."""
+"""The launch over tokens that rows share, for up to 32 query rows, the best measured on an H100. More rows of a program take more registers
+than they spare loads."""
 LEAST_SPARED = 5 * 2**16
 """Tokens times KV heads that are not read again, from which on that launch pays: beside it, there is one over the tokens of each row."""
 EXACT_TILE = 32
@@ -314,7 +314,7 @@ class Call:
         query: Tensor,
         mask: Tensor | None,
         inputs: PagedInputs,
-        options: PageOptions,
+        options: Options,
         launch: Launch | None = None,
         items: Splits | None = None,
         kind: int = NO_REST.value,
@@ -470,7 +470,7 @@ def _rotation(device: torch.device, dim: int, factor: float) -> Launcher:
 
 
 def attend_pages(
-    query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, *, launch: Launch | None = None, **options: Unpack[PageOptions]
+    query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, *, launch: Launch | None = None, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run `attend.attend_pages` in one pass over the codes. `launch`: for measuring; chosen by format otherwise.
 
@@ -504,7 +504,7 @@ def attend_pages(
     return call.finish()
 
 
-def cascades(query: Tensor, inputs: PagedInputs, launch: Launch | None, options: PageOptions) -> bool:
+def cascades(query: Tensor, inputs: PagedInputs, launch: Launch | None, options: Options) -> bool:
     """Whether the tokens that rows share are read once for all of them, in a launch of their own."""
     if inputs.branches == 1 or launch or inputs.selection or inputs.splits or options.get("observed") is not None:
         return False
@@ -512,7 +512,7 @@ def cascades(query: Tensor, inputs: PagedInputs, launch: Launch | None, options:
     return (batch - batch // inputs.branches) * inputs.shared * inputs.ring[0].shape[1] >= LEAST_SPARED
 
 
-def _shared(query: Tensor, mask: Tensor | None, inputs: PagedInputs, options: PageOptions, panel: int) -> Call:
+def _shared(query: Tensor, mask: Tensor | None, inputs: PagedInputs, options: Options, panel: int) -> Call:
     """The call over the tokens that `inputs.branches` rows share, with the queries of these rows as those of one; their results are among
     those of a call with `panel` query rows in a block."""
     shared = inputs.first_shared()

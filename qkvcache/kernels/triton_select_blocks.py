@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..formats.base import PackedLayout
 from . import select_blocks as reference
-from .attend import PageOptions
+from .attend import Options
 from .fused import OF_INPUTS, Arguments, Call, _strides, architecture
 from .launch import Launcher
 from .pages import BLOCK, PagedInputs, Pages, Selection
@@ -188,7 +188,7 @@ def _keys(args: Arguments, pages: Pages) -> dict[str, Any]:
     return {"K": upper, "k_planes": planes, "k_strides": strides, "num_stages": stages_of(upper)}
 
 
-def select_blocks(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, **options: Unpack[PageOptions]) -> Selection:
+def select_blocks(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, **options: Unpack[Options]) -> Selection:
     """Run `select_blocks.select_blocks` on the device. Where the rest is read by upper halves, that launch scores the blocks, too."""
     pages, budget, room, device = inputs.pages, inputs.budget, -(-inputs.max_length // BLOCK), query.device
     heads, chosen, arch = inputs.ring[0].shape[1], budget.blocks(room), architecture(device)[0]  # type: ignore[union-attr]
@@ -209,7 +209,7 @@ def select_blocks(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None
     return selection
 
 
-def _score(query: Tensor, inputs: PagedInputs, mask: Tensor | None, options: PageOptions, scores: Tensor, rows: int) -> Call:
+def _score(query: Tensor, inputs: PagedInputs, mask: Tensor | None, options: Options, scores: Tensor, rows: int) -> Call:
     """A launch of `score_blocks_kernel`."""
     splits, budget = inputs.splits, inputs.budget
     call = Call(query, mask, inputs, options, None, splits)
