@@ -1,7 +1,6 @@
 """Keys whose channels have means far above their spread, as in models of the Qwen2 family: formats that keep a mean read on as if there
 were none, the authors' forms break, and a cache says so."""
 
-import itertools
 import warnings
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ from transformers import DynamicCache
 from qkvcache import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, demo, policies
 from qkvcache.evaluation.quality import RecallSet, prefill, recall
 from qkvcache.formats import NVFP4, REGISTRY, Int4
-from qkvcache.planning.recommend import LADDERS
+from qkvcache.planning.recommend import RECOMMENDED
 from tests import twins
 from tests.matrix import FORMATS
 
@@ -22,7 +21,7 @@ MOST = 0.05
 
 
 FEWER_BITS = [name for name in REGISTRY if "3bit" in name or "k3" in name or "k2" in name or "v3" in name or "v2" in name]
-NAMED = {choice.format for choice in itertools.chain(*LADDERS.values())}
+NAMED = {*RECOMMENDED, "turboquant_4bit_nc"}
 JUDGED = [
     name for name, format in REGISTRY.items() if name in NAMED or getattr(format, "center", False) and name not in FEWER_BITS
 ]  # fmt: skip
