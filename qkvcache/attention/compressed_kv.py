@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_map
 
 from ..kernels import AttentionInputs, KeysOrValues, attend_on_codes, dense, pv, qk, unfold
 from ..kernels.attend import Options
-from .uncompiled import run_while_compiling
 
 NO_COLUMNS = (
     "attention code of this model reads all keys and values of a cache with max_length or compile=True. It needs to know how many columns "
@@ -282,9 +281,11 @@ def _refuse_in_place(name: str) -> None:
         )
 
 
-@run_while_compiling
 def _warn_dense(what: str) -> None:
     warn_once(f"attention code calls {what!r} on compressed keys or values, which dequantizes the whole layer at each step")
+
+
+_warn_dense._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run while compiling, as `assume_constant_result` does
 
 
 @functools.cache

@@ -21,7 +21,6 @@ from torch import Tensor
 from ..kernels import (
     Exact,
     KeysOrValues,
-    attend_on_codes,
     attend_pages,
     observe_on_codes,
     prefill_with_lse,
@@ -61,7 +60,7 @@ def attend_observed(
             out, _, attention_sums = attend_chunked(query, key.attention_inputs, hidden, observed=counted, **options)
         else:
             out, attention_sums = _attend_on_codes(query, key, new, valid, observed, options)
-        observer.end_attention(attention_sums)
+        observer.end_attention(None if observed is None else attention_sums)
         return out.transpose(1, 2).contiguous(), None
 
     keys, values = key, value
@@ -90,20 +89,18 @@ def attend_observed(
 
 def _attend_on_codes(
     query: Tensor, key: CompressedKV, new: NewTokens, valid: Callable[[], Tensor | None], observed: Tensor | None, options: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Attention on the codes for a few queries under any mask, and the attention sums for the policy."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention on the codes for a few queries under any mask, and the attention sums of those that are `observed`."""
     inputs = key.attention_inputs
     if inputs.by_head:
         mask = None if new.causal and new.is_valid is None else joined_by_head(inputs.paged, new, query)
         out, _, attention_sums = attend_pages(query, inputs.paged, mask, causal=mask is None, observed=observed, **options)
-        return out, None if observed is None else attention_sums
+        return out, attention_sums
     if new.causal:  # costs a kernel less than a mask of queries x tokens
         shown = valid()
         mask = None if shown is None else shown[:, None, None]
     else:
         mask = joined(valid(), new.mask, query, key.shape[2])
-    if observed is None:
-        return attend_on_codes(query, inputs, mask, causal=new.causal, **options), None
     return observe_on_codes(query, inputs, mask, observed=observed, causal=new.causal, **options)
 
 
@@ -131,19 +128,18 @@ def _attend_static(
     shown = observer.begin_attention(is_valid, query, options["scaling"])[:, None, None]  # type: ignore[index]
     weights: Tensor | None = None
     attention_sums: Tensor | None = None
-    observed = query.new_ones(batch, 1, dtype=torch.bool) if is_valid is None else is_valid
+    observed = None
+    if policy.observation_window:
+        observed = query.new_ones(batch, 1, dtype=torch.bool) if is_valid is None else is_valid
     if "eager" in implementation or kwargs.get("dropout"):
         hidden = torch.zeros_like(shown, dtype=query.dtype).masked_fill(~shown, torch.finfo(query.dtype).min)
         out, weights = stock(module, query, key.dense(), value.dense(), hidden, *args, **kwargs)
-        if policy.observation_window and isinstance(weights, Tensor):
+        if observed is not None and isinstance(weights, Tensor):
             attention_sums = _summed(weights, key, observed.float())
     else:
-        if policy.observation_window:
-            out, attention_sums = observe_on_codes(query, key.attention_inputs, shown, observed=observed, **options)
-        else:
-            out = attend_on_codes(query, key.attention_inputs, shown, **options)
+        out, attention_sums = observe_on_codes(query, key.attention_inputs, shown, observed=observed, **options)
         out = out.transpose(1, 2).contiguous()
-    observer.end_attention(attention_sums)
+    observer.end_attention(None if observed is None else attention_sums)
     return out, weights
 
 

@@ -1,5 +1,5 @@
-"""Marks of torch.compile on functions. The decorators of `torch.compiler` do the same and import torch._dynamo, which
-takes a second, where they decorate."""
+"""A mark of torch.compile on functions. The decorator of `torch.compiler` does the same and imports torch._dynamo, which
+takes a second, where it decorates."""
 
 from __future__ import annotations
 
@@ -18,9 +18,3 @@ def uncompiled(reason: str) -> Callable[[Callable], Any]:
         return disabled
 
     return decorate
-
-
-def run_while_compiling(function: Callable) -> Any:
-    """Decorates a function as `torch.compiler.assume_constant_result` does."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function

@@ -159,8 +159,7 @@ class TurboQuantCache(CompressedCache):
 
 def _boundary(config: PreTrainedConfig | None, count: int) -> list[int]:
     """Indices of the first and last `count` layers that hold keys and values for the whole context."""
-    if not isinstance(count, int) or count < 0:
-        raise ValueError(f"boundary_layers={count!r}: must be a number of layers, 0 or more")
+    check_count("boundary_layers", count, of="layers")
     if config is None:
         raise ValueError(f"boundary_layers={count} needs the config, to know which layers are last")
     layers = DynamicCache(config=config).layers
