@@ -154,15 +154,30 @@ class ReadingLayer(DynamicLayer):
 
 @torch.no_grad()
 def fill(layers: list[Any], policy: KVzip, model: PreTrainedModel, mask: Tensor, dense: DynamicCache, others: dict[int, Any]) -> None:
-    """Moves the context from the result of `read_twice` to the `layers` of an empty cache. `mask` `[B, T]`: that of
+    """Moves the context and its scores from the result of `read_twice` to the `layers` of an empty cache. `mask` `[B, T]`: that of
     `read_twice`."""
     weights = _weights(layers, policy, mask.bool(), dense) if policy.shares_layers else {}
     padding = None if bool(mask.all()) else mask.bool()
-    for i, layer in enumerate(dense.layers):
-        if not isinstance(layer, ReadingLayer):
+    for i, read in enumerate(dense.layers):
+        if not isinstance(read, ReadingLayer):
             layers[i] = others[i]
             continue
-        _fill(layers[i], layer, model, padding, weights.get(i))
+        layer: EvictingLayer = layers[i]
+        keys, values, scores = read.keys, read.values, read.scores
+        if keys is None or values is None or read.module is None:
+            raise NotImplementedError(
+                f"compress on {model.config.model_type}: its attention does not go through transformers' AttentionInterface"
+            )
+        layer.read_twice = True
+        layer.update(keys, values)
+        layer.begin_attention(padding)
+        if i in weights and layer.storage is not None:
+            layer.storage.metadata.head_weights = weights[i].to(keys.device)
+        if not layer.policy.second_reading:  # a layer that evicts nothing
+            scores = None
+        elif scores is None:  # no token but sinks
+            scores = torch.zeros(*keys.shape[:3], device=keys.device)
+        layer.end_attention(scores)
         dense.layers[i] = DynamicLayer()  # its memory is free from here on
 
 
@@ -249,23 +264,3 @@ def _reading(
     columns = torch.cat([order[:, :sinks], order[:, begin:end]], dim=1)
     attended = torch.cat([first < lengths[:, None], place[hint:] < lengths[:, None], is_valid], dim=1)
     return Reading(columns, attended, padded), tokens, is_valid
-
-
-def _fill(layer: EvictingLayer, read: ReadingLayer, model: PreTrainedModel, is_valid: Tensor | None, weights: Tensor | None) -> None:
-    """Fills `layer` with the context and the scores of `read`, as attention would, and sets the `weights` of its heads
-    in the budget."""
-    keys, values, scores = read.keys, read.values, read.scores
-    if keys is None or values is None or read.module is None:
-        raise NotImplementedError(
-            f"compress on {model.config.model_type}: its attention does not go through transformers' AttentionInterface"
-        )
-    layer.read_twice = True
-    layer.update(keys, values)
-    layer.begin_attention(is_valid)
-    if weights is not None and layer.storage is not None:
-        layer.storage.metadata.head_weights = weights.to(keys.device)
-    if not layer.policy.second_reading:  # a layer that evicts nothing
-        scores = None
-    elif scores is None:  # no token but sinks
-        scores = torch.zeros(*keys.shape[:3], device=keys.device)
-    layer.end_attention(scores)
