@@ -140,7 +140,7 @@ def test_prompts_in_one_launch_equal_one_by_one(format, dtype, monkeypatch):
             patch.setattr(full, "in_one_launch", lambda query, value: False)
             alone = together(store, layer, chunks, query, *args, **options)
         size = alone.float().norm().clamp_min(1e-6)  # the padding that warms up attends to nothing but zeros
-        errors.append(((out.float() - alone.float()).norm() / size, len(chunks.at), chunks.past is not None))
+        errors.append(((out.float() - alone.float()).norm() / size, len(chunks.keys), chunks.past is not None))
         return out
 
     monkeypatch.setattr(attention, "attend_chunks", both)

@@ -109,7 +109,7 @@ def test_dtypes(dtype, monkeypatch, shared_launches):
 OTHERS = {
     "no tokens": {"shared": 0},
     "rows of their own": {"branches": 1},
-    "accumulated attention": {"observed": torch.ones(2, 1)},
+    "accumulated attention": {"observed": torch.ones(2, 1, device=DEVICE)},
     "a launch of its own": {"queries": 9},
 }
 

@@ -222,6 +222,7 @@ def test_what_a_first_prompt_needs_is_loaded_ahead(monkeypatch):
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
     monkeypatch.setattr(dispatch, "_INTERPRETED", True)
     monkeypatch.setattr(dispatch, "_LOADING", [])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     dispatch.load_ahead()
     assert not dispatch._LOADING  # no GPU is in use
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
