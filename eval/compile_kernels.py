@@ -62,7 +62,7 @@ GREATEST_STACK = 128
 RECORD_TYPES = dict.fromkeys(("row_lengths", "columns", "order", "where"), "*i64") | dict.fromkeys(("column_mask", "is_valid"), "*i1")
 RECORD_TYPES |= {"records": ("*i32", "*fp32", "*fp32", "*fp32")}
 OPTIONS = (
-    Int8("token"), Int8(symmetric=False), Int8(halves=True), FP8(scale="token"), FP8("e5m2"), FP8("e5m2", scale="tensor", frozen=True),
+    Int8("token"), Int8(symmetric=False), Int8(halves=True), FP8(scale="token"), FP8("e5m2"), FP8("e5m2", scale="tensor"),
     Int4("group"), TurboQuant("3bit_nc", center=False), TurboQuant("4bit_nc", halves=True), HadaQuant(4, 4),
 )  # fmt: skip
 """Formats with kinds of codes, scales and spans that no registered format has."""
@@ -116,9 +116,7 @@ class Job:
 def strides_aligned(name: str) -> bool:
     ends = ("stride_b", "stride_h", "stride_t", "q_stride_q", "strides", "query_b", "query_h", "query_q")
     return (
-        name in ("new", "stored", "planes", "out", "keys", "values", "key", "value")
-        or name.endswith(ends)
-        and not name.startswith(("mask", "out"))
+        name in ("new", "stored", "planes", "out", "sides", "key", "value") or name.endswith(ends) and not name.startswith(("mask", "out"))
     )
 
 
@@ -368,10 +366,9 @@ def decoding(format: str, head_dim: int, target: str) -> Iterator[Job]:
         name = f"dequantize {layout.kind} {layout.scale} {head_dim}"
         yield Job(name, triton_dequantize._dequantize_kernel, types, constants, target, {"num_warps": warps})
     types = {"table": "*i64", "lengths": "*i32"}
-    constants = {"N": triton_dequantize.REGION_TILE, "PAGE": PAGE, "BASE": ANCHOR, "COUNTED": False}
-    for codec, (side, layout, dim) in zip(codecs, (("keys", "K", "D"), ("values", "V", "DV")), strict=True):
-        types[side] = (*_strided("*bf16", 3), _planes_of(codec, head_dim, "*bf16"))
-        constants |= {layout: _not_rotated(triton_dequantize.known(codec, _Like(head_dim))), dim: head_dim}
+    types["sides"] = tuple((*_strided("*bf16", 3), _planes_of(codec, head_dim, "*bf16")) for codec in codecs)
+    constants = {"N": triton_dequantize.REGION_TILE, "PAGE": PAGE, "BASE": ANCHOR, "COUNTED": False, "D": (head_dim,) * 2}
+    constants["L"] = tuple(_not_rotated(triton_dequantize.known(codec, _Like(head_dim))) for codec in codecs)
     yield Job(
         f"dequantize pages {format} {head_dim}", triton_dequantize._dequantize_pages_kernel, types, constants, target, {"num_warps": 4}
     )

@@ -27,8 +27,7 @@ FORMAT_ERRORS: dict[formats.Format, float] = {
     FP8(): 0.0275,
     FP8(scale="token"): 0.0280,
     FP8(scale="tensor"): 0.0280,
-    FP8(scale="tensor", frozen=True): 0.0280,
-    FP8("e5m2", scale="tensor", frozen=True): 0.0555,
+    FP8("e5m2", scale="tensor"): 0.0555,
     Int4(): 0.102,
     Int4("vllm"): 0.106,
     Int4("group"): 0.102,
@@ -64,7 +63,7 @@ def slowly(values: Iterable, fast: Iterable) -> list:
 
 COVER = slowly(
     FORMATS,
-    ["identity", "int8", "int8_asymmetric", "fp8_token", "fp8_tensor", "fp8_e5m2_tensor_frozen", "int4", "int4_vllm", "nvfp4_mse",
+    ["identity", "int8", "int8_asymmetric", "fp8_token", "fp8_tensor", "fp8_e5m2_tensor", "int4", "int4_vllm", "nvfp4_mse",
      "turboquant_4bit_nc", "turboquant_4bit_nc_halves", "turboquant_3bit_nc", "hadaquant_k3v2", "int8_halves"],
 )  # fmt: skip
 """Formats that have each kind of code, of scale, of group and of rotation once at least; for properties at their lowest level."""

@@ -205,13 +205,10 @@ def check_config(config: PreTrainedConfig) -> None:
 def check_format(format: Format | FormatByLayer, head_dim: int | None) -> Format:
     """The format, if pages can hold it.
 
-    Raises NotImplementedError for formats by layer, ValueError for a format that cannot hold `head_dim` or whose scales span tokens.
+    Raises NotImplementedError for formats by layer, ValueError for a format that cannot hold `head_dim`.
     """
     if isinstance(format, FormatByLayer):
         raise NotImplementedError(f"format={format.name}: pages of all layers have one format; pass one")
     if head_dim:
         format.check(head_dim)
-    layouts = (codec.packed_layout for codec in (format.key, format.value))
-    if not all(layout is None or layout.writable for layout in layouts):
-        raise ValueError(f"format {format.name!r} has a scale for several tokens, which would be those of different requests; use 'fp8'")
     return format

@@ -69,7 +69,7 @@ class QuantizedPerTokenCache(CompressedCache):
     Args:
         dtype: "int8", "fp8" (e4m3), "fp8_e5m2" or "int4".
         scale: the values that share a scale: "token_head" (one token of one head), "token" (one token over all heads,
-            int8 and fp8), or "tensor" (the block of tokens that is stored together, fp8).
+            int8 and fp8), or "tensor" (all tokens, of which larger ones saturate, fp8).
         symmetric: False adds a zero point (int8 and int4). For int4, True is the scheme of PR #5 (144 bytes at head_dim
             128) and False the rule that vLLM merged (136 bytes).
         center: keys are quantized around their mean. False is the authors' form, which models with biased keys (Qwen2) break.

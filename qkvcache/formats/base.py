@@ -77,8 +77,7 @@ class PackedLayout:
     search    how scales of `block` are chosen when quantizing: 0: amax, 1: the better of two, 2: the best of eight
     rotation  0: none, 1: Hadamard, 2: Hadamard with random signs
     centered  whether a mean, the buffer "center", is subtracted before quantizing
-    writable  whether kernels may quantize, by the rule of the kind and the scale. If not, torch does: codecs with another rule, or with a
-              scale that spans several tokens
+    writable  whether kernels may quantize, by the rule of the kind and the scale. If not, torch does
     """
 
     kind: str
@@ -135,8 +134,8 @@ class QuantizedValues(NamedTuple):
 class Codec(ABC):
     """The quantization of keys or of values. Subclasses are frozen dataclasses without state.
 
-    A token is quantized once, and independently of other tokens unless a scale spans a block. Input may be fp16, bf16 or fp32. A vector
-    with inf or nan dequantizes to values that are not finite, as do those that share its scale; others are not affected.
+    A token is quantized once, and independently of other tokens but for buffers that are kept once. Input may be fp16, bf16 or fp32. A
+    vector with inf or nan dequantizes to values that are not finite, as do those that share its scale; others are not affected.
     """
 
     rotation: Hadamard | None = None

@@ -4,9 +4,7 @@ scale = absmax / 448 (57344 for E5M2), fp32;  code = x / scale, rounded to neare
 
 token_head   absmax over the channels of one token and head             D + 4 bytes a side
 token        over all heads of a token, the scale shared by them        D + 4 / H bytes
-tensor       over the heads and tokens of a row in the block that is quantized. Stored with each token, since blocks are quantized one
-             after another and tokens move between them                 D + 4 / H bytes
-tensor, frozen=True   over the row's first block, stored once           D bytes
+tensor       over the heads and tokens of a row's first block, stored once; larger numbers saturate     D bytes
 
 E5M2 has two mantissa bits where E4M3 has three, and twice the error. Under a dynamic scale its range has no use; it is for comparison.
 """
@@ -27,6 +25,9 @@ DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 VALUES = {name: tuple(torch.arange(256, dtype=torch.uint8).view(dtype).tolist()) for name, dtype in DTYPES.items()}
 """The value of each byte: on a CPU a table is three times as fast as the cast."""
 
+SPANS: dict[str, Literal["each", "shared", "once"]] = {"token_head": "each", "token": "shared", "tensor": "once"}
+"""`PackedLayout.span` by scale."""
+
 
 @dataclass(frozen=True)
 class ScaledFloat8(Codec):
@@ -34,32 +35,31 @@ class ScaledFloat8(Codec):
 
     dtype: Literal["e4m3", "e5m2"] = "e4m3"
     scale: Literal["token_head", "token", "tensor"] = "token_head"
-    frozen: bool = False
 
     @property
     def packed_layout(self) -> PackedLayout:
-        span: Literal["each", "shared", "once"] = "once" if self.frozen else "each" if self.scale == "token_head" else "shared"
-        return PackedLayout(self.dtype, "fp32", span=span, writable=self.frozen or self.scale != "tensor")
+        return PackedLayout(self.dtype, "fp32", span=SPANS[self.scale])
 
     def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
         heads: Sharing = "each" if self.scale == "token_head" else "shared"
-        scale = Buffer("scale", torch.float32, 1, "scales", heads, "once" if self.frozen else "each")
+        scale = Buffer("scale", torch.float32, 1, "scales", heads, "once" if self.scale == "tensor" else "each")
         return (*code_buffers(8, head_dim), scale)
 
     def calibrate(self, x: Tensor, is_valid: Tensor | None = None) -> Codes:
-        if not self.frozen:
+        if self.scale != "tensor":
             return {}
         scale = self._scale(x if is_valid is None else x.masked_fill(~is_valid[:, None, :, None], 0))
         return {"scale": torch.where(scale == 0, 1, scale)}  # a block of zeros is no measure for later ones
 
     def quantize(self, x: Tensor, statistics: Codes) -> Codes:
         x = x.float()
-        scale = statistics["scale"] if self.frozen else self._scale(x)
+        once = self.scale == "tensor"
+        scale = statistics["scale"] if once else self._scale(x)
         top = torch.finfo(DTYPES[self.dtype]).max
         scaled = (x / scale.clamp_min(TINY)).clamp(-top, top)
         scaled = scaled.masked_fill(~x.isfinite(), torch.nan)  # saturation is for numbers
         codes = {"codes": scaled.to(DTYPES[self.dtype]).view(torch.uint8)}
-        return codes if self.frozen else codes | {"scale": scale.expand(-1, -1, x.shape[2], -1).contiguous()}
+        return codes if once else codes | {"scale": scale}
 
     def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
         return QuantizedValues(lookup(codes, 8, VALUES[self.dtype]), codes["scale"])
@@ -71,32 +71,29 @@ class ScaledFloat8(Codec):
 
 @dataclass(frozen=True)
 class FP8(Format):
-    """FP8 with a scale for each token and head, for each token over all heads, or for each block of tokens.
+    """FP8 with a scale for each token and head, for each token over all heads, or for all tokens.
 
-    `frozen=True` keeps the scale of the first block, as transformers' Fp8QuantizedLayer does, and saturates larger values. It is not the
-    default: after a first block with a maximum of 0.25, a later 26.8 is stored as 0.25.
+    `scale="tensor"` keeps the scale of the first block, as transformers' Fp8QuantizedLayer does, and saturates larger values: after a first
+    block with a maximum of 0.25, a later 26.8 is stored as 0.25.
 
     Keys are quantized around their mean, each head around its own, unless `center=False`, the authors' form. Scales are then
-    those of the differences from it, except a frozen one, which is that of the first block with its mean.
+    those of the differences from it, except that of all tokens, which is that of the first block with its mean.
     """
 
     dtype: Literal["e4m3", "e5m2"] = "e4m3"
     scale: Literal["token_head", "token", "tensor"] = "token_head"
-    frozen: bool = False
     center: bool = True
 
     def __post_init__(self) -> None:
         check_option("dtype", self.dtype, DTYPES)
-        check_option("scale", self.scale, ("token_head", "token", "tensor"))
-        if self.frozen and self.scale != "tensor":
-            raise ValueError(f"frozen=True with scale={self.scale!r}: only one scale for all tokens can be kept once; use scale='tensor'")
+        check_option("scale", self.scale, SPANS)
 
     @property
     def name(self) -> str:
         dtype = "" if self.dtype == "e4m3" else "_e5m2"
         scale = "" if self.scale == "token_head" else f"_{self.scale}"
-        return f"fp8{dtype}{scale}{'_frozen' if self.frozen else ''}{'' if self.center else '_uncentered'}"
+        return f"fp8{dtype}{scale}{'' if self.center else '_uncentered'}"
 
     def codecs(self) -> tuple[Codec, Codec]:
-        codec = ScaledFloat8(self.dtype, self.scale, self.frozen)
+        codec = ScaledFloat8(self.dtype, self.scale)
         return Centered.of(codec) if self.center else codec, codec

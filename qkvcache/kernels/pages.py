@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ class Pages:
                 beyond the length are not read
     lengths     int32 `[B]` or, with pages for each head, `[B, H]`: tokens; None: all that are read exist
 
-    An entry `e` names page `(e - first) / step` of a slab. Kernels read all pages from the planes of the first slab: pages of other slabs
+    An entry `e` names page `e - first` of a slab. Kernels read all pages from the planes of the first slab: pages of other slabs
     lie at the same distances from them. They require that the last two dimensions of planes are contiguous, and that their addresses, their
     strides over pages and, unless heads are `PAGE * width` apart, over heads are multiples of 64 bytes.
     """
@@ -58,8 +57,6 @@ class Pages:
     """Whether slabs may be added while compiled code runs, which is compiled with the first slab alone."""
     partial: bool = False
     """Whether there may be slabs that are not in `slabs`, as in compiled code."""
-    step: int = 1
-    """The difference of the entries of two pages that are neighbours in a slab."""
     index: Pages | None = None
     """Copies on the device, where the pages lie in host memory and kernels read them: of what chooses blocks, `index_names`, and with a
     coarse rest of the same of values."""
@@ -93,12 +90,10 @@ class Pages:
         twin.__dict__ |= self.__dict__ | {"key": codecs[0], "value": codecs[1], "slabs": slabs}
         return twin
 
-    @cached_property
+    @property
     def planes(self) -> tuple[Codes, Codes]:
-        """The planes of the first slab with an index for each entry, for kernels. Where `step` is not 1, they overlap themselves, and torch
-        does not record CUDA graphs of code that is given them."""
-        key, value = ({name: _by_entry(x, self.step) for name, x in side.items()} for side in self.slabs[0])
-        return key, value
+        """The planes that kernels are given."""
+        return self.slabs[0]
 
     @property
     def per_head(self) -> bool:
@@ -156,14 +151,14 @@ class Pages:
             )
         entry, offset = slots.div(self.page_size, rounding_mode="floor"), slots % self.page_size
         if len(self.slabs) == 1:
-            yield self.slabs[0], None, (entry - self.firsts[0]) // self.step, offset
+            yield self.slabs[0], None, entry - self.firsts[0], offset
             return
         ascending = sorted(zip(self.firsts, self.slabs, strict=True), key=lambda slab: slab[0])
         of = torch.zeros_like(entry)
         for first, _ in ascending[1:]:  # a tensor of `firsts` would make the host wait for the device
             of += entry >= first
         for i, (first, planes) in enumerate(ascending):
-            yield planes, of == i, (entry - first) // self.step, offset
+            yield planes, of == i, entry - first, offset
 
     def _inside(self, plane: Tensor, page: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
         """The indices of the slots at `offset` of the pages `page` in the first and the third dimension of `plane`. Pages that it lacks
@@ -192,12 +187,6 @@ def differ(stored: Tensor, given: Tensor) -> bool:
     """Whether two tensors `[B, H, T, D]` differ in batch, heads, head_dim or dtype."""
     a, b = stored.shape, given.shape
     return a[0] != b[0] or a[1] != b[1] or a[3] != b[3] or stored.dtype is not given.dtype
-
-
-def _by_entry(x: Tensor, step: int) -> Tensor:
-    """A view of the plane `x` `[N, H', PAGE, width]` with an index for each entry, of which a page has `step`."""
-    shape, strides = x.shape, x.stride()
-    return x if step == 1 else x.as_strided((max((shape[0] - 1) * step + 1, 0), *shape[1:]), (strides[0] // step, *strides[1:]))
 
 
 LEAST_SPLIT, BALANCED_SPLIT, MOST_SPLITS = 128, 512, 100
@@ -360,7 +349,7 @@ class BlockCache:
     @staticmethod
     def of(pages: Pages, slots: tuple[Codes, Codes], blocks: Tensor, hands: Tensor) -> BlockCache:
         """The cache of blocks of `pages`, in the planes `slots` `[B * H * S, 1, BLOCK, width]`."""
-        apart = {"slabs": [slots], "firsts": [0], "page_size": BLOCK, "grows": False, "partial": False, "step": 1, "index": None}
+        apart = {"slabs": [slots], "firsts": [0], "page_size": BLOCK, "grows": False, "partial": False, "index": None}
         return BlockCache(replace(pages, **apart), blocks, hands)  # type: ignore[arg-type]
 
     @property
@@ -430,7 +419,7 @@ class PagedInputs:
         tensors += [] if cache is None else cache.tensors
         tensors += [] if splits is None else [splits.items, splits.firsts, splits.shared]
         places = ((x.data_ptr(), x.shape, x.stride(), x.dtype) for x in tensors if x is not None)
-        numbers = pages.firsts[0], pages.page_size, pages.by_page, pages.grows, pages.step, index and index.step, cache is None
+        numbers = pages.firsts[0], pages.page_size, pages.by_page, pages.grows, index is None, cache is None
         return *pages.codecs, *numbers, self.max_length, self.tokens, self.budget, self.branches, self.shared, *places
 
     def __setstate__(self, state: dict) -> None:
@@ -648,9 +637,7 @@ def step(inputs: PagedInputs, x: Pair) -> None:
     for side, (codec, statistics, first, residual, new) in enumerate(sides):
         held = torch.cat([residual.index_select(2, number[:ring] % ring), new.index_select(2, fresh)], dim=2)
         if slots is not None:
-            # Where tokens share a scale, it must come from the tokens that are quantized: the last that leaves is, if any is.
-            old = torch.where(leaves[:, None], held[:, :, :tokens], held.index_select(2, (entering - 1).clamp_min(0)[None]))
-            inputs.pages.put(side, slots, codec.quantize(old, statistics))
+            inputs.pages.put(side, slots, codec.quantize(held[:, :, :tokens], statistics))
         residual.index_copy_(2, number[kept] % ring, held.index_select(2, kept))
         if sinks:
             first.copy_(torch.where(opens, new.index_select(2, place.clamp(0, tokens - 1)), first))

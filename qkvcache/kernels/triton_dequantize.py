@@ -173,17 +173,16 @@ def dequantize_pages(pages: Pages, out: tuple[Tensor, Tensor], begin: int = 0) -
     batch, heads, tokens = out[0].shape[:3]
     if not batch * heads * tokens:
         return
-    sides: list[object] = []
-    constants: list[object] = []
-    for codec, each, once, x in zip(pages.codecs, pages.planes, pages.statistics, out, strict=True):
-        layout = _rotated(known(codec, x, writes=False))
-        sides.append((x, *x.stride()[:3], plane_arguments(layout, each | once, x, x)))
-        constants += [layout, x.shape[3]]
+    parts = list(zip(pages.codecs, pages.planes, pages.statistics, out, strict=True))
+    layouts = tuple(_rotated(known(codec, x, writes=False)) for codec, _, _, x in parts)
+    sides = (
+        (x, *x.stride()[:3], plane_arguments(layout, each | once, x, x)) for layout, (_, each, once, x) in zip(layouts, parts, strict=True)
+    )
     table, lengths = pages.table, pages.table if pages.lengths is None else pages.lengths
     with torch.cuda.device_of(out[0]):
         _dequantize_pages_kernel[(-(-tokens // REGION_TILE), batch * heads, 2)](
-            *sides, table, lengths, *pages.strides, begin, tokens, heads, *constants, REGION_TILE, pages.page_size, pages.firsts[0],
-            pages.lengths is not None, num_warps=4,
+            tuple(sides), table, lengths, *pages.strides, begin, tokens, heads, layouts, tuple(x.shape[3] for x in out), REGION_TILE,
+            pages.page_size, pages.firsts[0], pages.lengths is not None, num_warps=4,
         )  # fmt: skip
 
 
@@ -432,20 +431,19 @@ def _dequantize_kernel(
 
 @triton.jit(do_not_specialize=["table_b", "table_h", "lengths_b", "lengths_h", "begin", "tokens", "heads"])
 def _dequantize_pages_kernel(
-    keys, values, table, lengths, table_b, table_h, lengths_b, lengths_h, begin, tokens, heads,
-    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr,
-    COUNTED: tl.constexpr,
+    sides, table, lengths, table_b, table_h, lengths_b, lengths_h, begin, tokens, heads,
+    L: tl.constexpr, D: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """Dequantizes `tokens` tokens from `begin` on. Grid (tiles of N tokens, B * H, 2): keys, values. Strides are in elements, of packed
     codes and high bits in words of 16 bits.
 
-    keys      output [B, H, tokens, D] fp16, bf16 or fp32, channels contiguous, with its strides over the first three dimensions; then
-              `plane_arguments` of the first page: codes [entries, H', PAGE, width], H' being H, or 1 if heads share them or have pages of
-              their own; high bits and scales likewise, scales [B, H', 1, 1] if one is kept for all tokens; the mean, fp32 [B, H, 1, D]
-    values    the same of values, [.., DV]
+    sides     of keys, then of values: the output [B, H, tokens, D] fp16, bf16 or fp32, channels contiguous, with its strides over the first
+              three dimensions; then `plane_arguments` of the first page: codes [entries, H', PAGE, width], H' being H, or 1 if heads share
+              them or have pages of their own; high bits and scales likewise, scales [B, H', 1, 1] if one is kept for all tokens; the mean,
+              fp32 [B, H, 1, D]
     table     int32 or int64 [B, P] or [B, H, P], entries of pages, BASE being the first: table_b, table_h (0: all heads share)
     lengths   int32 [B] or [B, H]: lengths_b, lengths_h (0: all heads share); read if COUNTED: zeros are written beyond
-    heads     H                      K, V   layouts, without their rotation
+    heads     H                      L      layouts, without their rotation
     """
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
@@ -455,18 +453,10 @@ def _dequantize_pages_kernel(
     if COUNTED:
         exists = exists & (place < tl.load(lengths + b * lengths_b + h * lengths_h))
     page = tl.load(table + b * table_b + h * table_h + place // PAGE, mask=exists, other=BASE).to(tl.int64) - BASE
-    if tl.program_id(2) == 0:
-        _dequantize_side(keys, t, tokens, exists, page, b, h, place % PAGE, K, D, COUNTED)
-    else:
-        _dequantize_side(values, t, tokens, exists, page, b, h, place % PAGE, V, DV, COUNTED)
-
-
-@triton.jit
-def _dequantize_side(side, t, tokens, exists, page, b, h, slot, L: tl.constexpr, D: tl.constexpr, COUNTED: tl.constexpr):
-    """A program of `_dequantize_pages_kernel`, for keys or for values: the tokens `t`, int [N], of head `h` of row `b`,
-    in `slot` of `page`."""
-    x, xb, xh, xt, planes = side
-    y = load_tile(exists, page, b, h, slot, planes, L, D, 1)
-    if COUNTED:
-        y = tl.where(exists[:, None], y, 0.0)
-    store_vectors(x + (b * xb + h * xh + t.to(tl.int64) * xt), y, t < tokens, D)
+    for i in tl.static_range(2):
+        if tl.program_id(2) == i:
+            x, xb, xh, xt, planes = sides[i]
+            y = load_tile(exists, page, b, h, place % PAGE, planes, side_of(L, i), D[i], 1)
+            if COUNTED:
+                y = tl.where(exists[:, None], y, 0.0)
+            store_vectors(x + (b * xb + h * xh + t.to(tl.int64) * xt), y, t < tokens, D[i])

@@ -94,11 +94,11 @@ class PagedTokens:
         self.table = self._entered(pool, self.table)
         by_page, size = pool.by_address, pool.layout.page_size
         self.pages = Pages(
-            *self.codecs, pool.planes(), pool.firsts(), size, self.statistics, self.table, self.lengths, by_page, self.grows, step=pool.step
+            *self.codecs, pool.planes(), pool.firsts(), size, self.statistics, self.table, self.lengths, by_page, self.grows
         )
         if (index := pool.index) is not None:
             self.index_table = self._entered(index, self.index_table)
-            self.pages.index = replace(self.pages, slabs=index.planes(), firsts=index.firsts(), table=self.index_table, step=index.step)
+            self.pages.index = replace(self.pages, slabs=index.planes(), firsts=index.firsts(), table=self.index_table)
         self.launches: dict[Any, Any] = {}
         """Arguments that kernels reuse, `PagedInputs.launches`."""
 

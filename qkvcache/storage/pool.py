@@ -113,8 +113,10 @@ class Slab:
 
     @torch.inference_mode(False)
     def place(self, data: Tensor) -> None:
-        """Sets the bytes, uint8 `[bytes]`, and `planes`, their views."""
+        """Sets the bytes, uint8 `[bytes]`, and `planes`, their views; and the same with an index for each entry of tables."""
         self.data, self.planes = data, self.layout.views(data, self.groups, self.neighbours, self.step)
+        entries = 0 if self.step is None else (self.groups - 1) * (self.step // ALIGNMENT) + 1
+        self.planes_by_entry = self.layout.views(data, entries, step=ALIGNMENT) if entries else self.planes
 
     def __deepcopy__(self, memo: dict) -> Slab:
         return replace(self, data=zeros(len(self.data), self.data.device, self.on_host).copy_(self.data))
@@ -138,9 +140,9 @@ class PagePool:
 
     @torch.inference_mode(False)
     def planes(self) -> list[tuple[Codes, Codes]]:
-        """The planes of each slab."""
+        """The planes of each slab, where kernels find pages by address with an index for each entry: they overlap themselves."""
         none = torch.empty(0, dtype=torch.uint8, device=self.device)
-        return [slab.planes for slab in self.slabs] or [self.layout.views(none, 0, step=self.layout.nbytes)]
+        return [slab.planes_by_entry for slab in self.slabs] or [self.layout.views(none, 0, step=ALIGNMENT)]
 
     @property
     def step(self) -> int:

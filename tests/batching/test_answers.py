@@ -18,14 +18,12 @@ from tests.matrix import FORMATS, model, slowly
 
 from .requests import LENGTHS, ZONES, answers, assert_same, greedy, llama, pool, prompts, serving, single
 
-TOKENWISE = [name for name in FORMATS if all(c.packed_layout is None or c.packed_layout.writable for c in FORMATS[name].codecs())]
-"""Formats whose scales do not span tokens."""
 AttentionInterface.register("read_few_of_pages", functools.partial(read_few, paged=True))
 AttentionMaskInterface.register("read_few_of_pages", sdpa_mask)
 pytestmark = pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")
 
 
-@pytest.mark.parametrize("format", slowly(TOKENWISE, ["int8", "hadaquant_k3v3"]))
+@pytest.mark.parametrize("format", slowly(FORMATS, ["int8", "hadaquant_k3v3"]))
 def test_alone_together_and_single(format):
     """The first request alone, whose prompt the statistics come from, equals a cache; the others alone equal all together."""
     network, ids = llama(), prompts(*LENGTHS)

@@ -11,7 +11,7 @@ from packaging.version import Version
 
 from qkvcache import continuous_batching, formats
 from qkvcache.batching.context import check_config
-from tests.matrix import FORMATS, MODELS, UNSUPPORTED, model
+from tests.matrix import MODELS, UNSUPPORTED, model
 
 pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")]
 TOO_OLD = Version(transformers.__version__) < Version("5.19")
@@ -211,7 +211,6 @@ def test_arguments_are_refused_where_they_are_given(tmp_path):
     network = model("llama")
     for error, options in (
         (ValueError, {"format": "int9"}),
-        (ValueError, {"format": FORMATS["fp8_tensor"]}),
         (ValueError, {"residual_length": -1}),
         (TypeError, {"num_sink_tokens": 1.5}),
         (ValueError, {"attention_budget": 0}),

@@ -25,7 +25,6 @@ tables, rotation_table = (
 pytestmark = pytest.mark.gpu
 FOUR_BIT = "turboquant_4bit_nc"
 ROWS, HEADS, GROUP, DIM = 2, 4, 4, 128
-BY_BLOCK = ("fp8_tensor",)  # whose scale is that of all that is encoded at once
 
 
 def new(tokens: int, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,7 +73,7 @@ def test_steps_and_attention_equal_torch_operations(format):
         assert ((ours.float() - theirs.float()).abs() > 0.02).float().mean() < 0.01
 
 
-@pytest.mark.parametrize("format", [name for name in FORMATS if name not in BY_BLOCK])
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("tokens", [1, 5, 32])
 def test_the_step_kernel_writes_the_codes_of_torch_operations(format, tokens):
     from qkvcache.kernels.triton_store import launch_of_step
@@ -119,7 +118,7 @@ def test_a_step_does_not_wait_for_the_device(format):
     assert layer.get_seq_length() == 340 == layer.storage.rows[0, TOKENS]
 
 
-@pytest.mark.parametrize("format", [format for format in FORMATS if format not in BY_BLOCK])  # of which there is no kernel
+@pytest.mark.parametrize("format", FORMATS)
 def test_an_update_is_one_launch(format):
     layer = CompressedLayer(FORMATS[format], 4, 32, 400)
     layer.update(*new(300))

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkvcache import formats
 from qkvcache.formats import REGISTRY, Codec, Format, Int8, resolve
 from tests import promises
 from tests.matrix import COVER, FORMAT_ERRORS, FORMATS
@@ -15,8 +14,6 @@ from tests.promises import rms_error as error
 
 DIMS = [64, 80, 96, 112, 128, 192, 256]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-FROM_THE_BLOCK = {"fp8_tensor"}  # one scale for what is encoded together
-OF_SINGLE_TOKENS = (promises.tokens_stand_alone, promises.numbers_that_are_not_finite_spoil_nothing_else, promises.a_cache_holds_it)
 OF_SHAPES = (promises.returns_what_is_declared, promises.counts_its_bytes)
 
 every_format = pytest.mark.parametrize("name", FORMATS)
@@ -39,10 +36,6 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 @every_format
 @pytest.mark.parametrize("check", FORMAT_CHECKS, ids=lambda check: check.__name__)
 def test_what_every_format_promises(name, check):
-    if name in FROM_THE_BLOCK and check in OF_SINGLE_TOKENS:
-        with pytest.raises(AssertionError, match="the codes of a token|changes others|holds other numbers"):
-            check(FORMATS[name], 128)
-        return
     for head_dim in accepted(name) if check in OF_SHAPES else (64, 128):
         check(FORMATS[name], head_dim)
 
@@ -54,7 +47,7 @@ def test_what_every_format_promises(name, check):
         ("int8", 136, 264),
         ("int8_asymmetric", 136, 264),
         ("fp8", 136, 264),
-        ("fp8_tensor_frozen", 128, 256),
+        ("fp8_tensor", 128, 256),
         ("int4", 72, 144),
         ("int4_vllm", 72, 136),
         ("nvfp4", 72, 144),
@@ -68,7 +61,7 @@ def test_bytes(name, at_64, at_128):
     assert (FORMATS[name].bytes_per_token(64), FORMATS[name].bytes_per_token(128)) == (at_64, at_128)
 
 
-@pytest.mark.parametrize("name", ["int8_token", "fp8_token", "fp8_tensor"])
+@pytest.mark.parametrize("name", ["int8_token", "fp8_token"])
 def test_heads_share_the_bytes_of_a_scale(name):
     assert FORMATS[name].bytes_per_token(128, kv_heads=8) == 8 * 256 + 2 * 4
 
@@ -140,9 +133,8 @@ def test_other_formats_are_named_with_their_options(name):
     with pytest.raises(dataclasses.FrozenInstanceError):
         format.preset = None
     if name not in REGISTRY:
-        with pytest.raises(ValueError, match=f"format='{name}' is not registered: pass the object formats") as caught:
+        with pytest.raises(ValueError, match=f"format='{name}' is unknown: .* Others are objects"):
             resolve(name)
-        assert eval(str(caught.value).rsplit("object ")[1], {"formats": formats}) == format
 
 
 def test_resolve_refuses():

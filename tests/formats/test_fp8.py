@@ -63,7 +63,7 @@ def test_against_ml_dtypes(dtype):
 @pytest.mark.parametrize(("scale", "span"), [("token_head", (3,)), ("token", (1, 3)), ("tensor", (1, 2, 3))])
 def test_scale_spans_what_it_says(dtype, scale, span):
     x = torch.randn(2, 3, 5, 64)
-    expected = (x.abs().amax(dim=span, keepdim=True) / TOP[dtype]).expand(2, 3 if scale == "token_head" else 1, 5, 1)
+    expected = (x.abs().amax(dim=span, keepdim=True) / TOP[dtype]).expand(2, 3 if scale == "token_head" else 1, 1 if scale == "tensor" else 5, 1)
     assert torch.equal(encode(FP8(dtype, scale).value, x)["scale"], expected)
 
 
@@ -83,8 +83,8 @@ def test_error_is_half_a_step(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_frozen_scale_saturates_what_comes_later(dtype):
-    codec = FP8(dtype, scale="tensor", frozen=True).value
+def test_scale_of_all_tokens_saturates_what_comes_later(dtype):
+    codec = FP8(dtype, scale="tensor").value
     first = torch.randn(1, 2, 5, 64).clamp(-1, 1) * 0.25
     statistics = codec.calibrate(first)
     later = torch.randn(1, 2, 5, 64) * 10
@@ -94,8 +94,8 @@ def test_frozen_scale_saturates_what_comes_later(dtype):
     assert not codec.dequantize(codec.quantize(torch.full((1, 1, 1, 64), torch.inf), statistics) | statistics, 64).isfinite().any()
 
 
-def test_frozen_scale_survives_a_first_block_of_zeros():
-    codec = FP8(scale="tensor", frozen=True).value
+def test_scale_of_all_tokens_survives_a_first_block_of_zeros():
+    codec = FP8(scale="tensor").value
     statistics = codec.calibrate(torch.zeros(1, 2, 5, 64))
     x = torch.randn(1, 2, 5, 64)
     assert (codec.dequantize(codec.quantize(x, statistics) | statistics, 64) - x).norm() < 0.03 * x.norm()
@@ -105,7 +105,7 @@ def test_tensor_scale_ignores_other_rows():
     x = torch.randn(2, 2, 5, 64)
     x[1] *= 1000
     codec = FP8(scale="tensor").value
-    assert torch.equal(roundtrip(codec, x)[:1], roundtrip(codec, x[:1]))
+    assert torch.equal(codec.calibrate(x)["scale"][:1], codec.calibrate(x[:1])["scale"])
 
 
 def test_e5m2_errs_twice_as_much():
@@ -118,7 +118,6 @@ def test_e5m2_errs_twice_as_much():
     [
         ({"dtype": "e3m4"}, "dtype='e3m4': expected 'e4m3' or 'e5m2'"),
         ({"scale": "head"}, "scale='head': expected 'token_head', 'token' or 'tensor'"),
-        ({"scale": "token", "frozen": True}, "frozen=True with scale='token'.*use scale='tensor'"),
     ],
 )
 def test_refuses_options(options, message):

@@ -40,7 +40,7 @@ KINDS = {  # formats that take each path of the kernel once at least, and a head
     "int8_halves": 80,
     "int8_asymmetric": 80,
     "fp8_token": 64,
-    "fp8_e5m2_tensor_frozen": 256,
+    "fp8_e5m2_tensor": 256,
     "int4": 96,
     "int4_vllm": 80,
     "nvfp4_mse": 112,

@@ -22,7 +22,7 @@ from .attention_inputs import assert_fake
 from .paged_inputs import build, pool, row
 from .test_fused_attend import KINDS, guarded, tolerance
 
-QUICK = ("identity", "int8_token", "nvfp4", "turboquant_3bit_nc", "fp8_tensor_frozen")
+QUICK = ("identity", "int8_token", "nvfp4", "turboquant_3bit_nc", "fp8_tensor")
 
 
 def by_row(query: Tensor, inputs: PagedInputs, mask=None, *, scaling=None, causal=False, softcap=None, sinks=None):
@@ -250,12 +250,8 @@ def test_a_window_begins_anywhere_in_a_page(monkeypatch):
     compare(monkeypatch, "int8", query, replace(inputs, splits=split(inputs.pages.lengths)), sinks=sinks, softcap=5.0)
 
 
-STORED = [name for name in FORMATS if name not in ("fp8_tensor",)]
-"""Formats that kernels quantize."""
-
-
 @KERNELS
-@pytest.mark.parametrize("format", slowly(STORED, [name for name in KINDS if name in STORED]))
+@pytest.mark.parametrize("format", slowly(FORMATS, KINDS))
 @pytest.mark.parametrize("per_head", [False, True], ids=["rows", "heads"])
 def test_the_kernel_that_quantizes(format, per_head):
     """Codes of the same tokens stored by kernels that are tested against the codec; nothing else is written."""
@@ -287,7 +283,7 @@ def test_the_kernel_that_quantizes(format, per_head):
 
 
 @KERNELS
-@pytest.mark.parametrize("format", slowly(STORED, [name for name in KINDS if name in STORED]))
+@pytest.mark.parametrize("format", slowly(FORMATS, KINDS))
 @pytest.mark.parametrize("per_head", [False, True], ids=["rows", "heads"])
 def test_the_kernel_that_dequantizes(format, per_head):
     from qkvcache.kernels import triton_dequantize
@@ -441,7 +437,7 @@ def test_gathering(format):
 
 
 @KERNELS
-@pytest.mark.parametrize("format", slowly(STORED, QUICK))
+@pytest.mark.parametrize("format", slowly(FORMATS, QUICK))
 def test_the_kernel_that_gathers(format):
     from qkvcache.kernels import triton_gather
 

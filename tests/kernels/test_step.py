@@ -26,7 +26,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROUNDED = 0.0 if DEVICE.type == "cpu" else 0.01
 """Share of codes that may differ: a GPU divides otherwise in kernels than in torch."""
 SUPPORTED = [name for name in FORMATS if all(supports(codec, 128) for codec in REGISTRY[name].codecs())]
-BY_BLOCK = ("fp8_tensor",)  # whose scale is that of all that is encoded at once
 QUICK = ("identity", "int8", "fp8_token", "int4", "nvfp4", "turboquant_4bit_nc", "turboquant_3bit_nc")
 SENTINEL = 0xA5
 Pair = tuple[Tensor, Tensor]
@@ -124,7 +123,7 @@ def test_geometry(format, geometry):
 
 
 @pytest.mark.parametrize("heads", [pytest.param(1, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("format", slowly([name for name in SUPPORTED if name not in BY_BLOCK], QUICK))
+@pytest.mark.parametrize("format", slowly(SUPPORTED, QUICK))
 def test_formats(format, heads):
     """Single tokens and five at once, from and to everywhere; widths that differ, heads that fill no tile."""
     share = 0.01 if format.startswith(("turboquant", "int4")) else ROUNDED  # what is summed is rounded in another order
@@ -144,7 +143,7 @@ def test_strides_and_dtypes(dtype):
         check(*stores)
 
 
-@pytest.mark.parametrize("format", slowly([name for name in SUPPORTED if name not in BY_BLOCK], ["turboquant_3bit_nc", "fp8_token"]))
+@pytest.mark.parametrize("format", slowly(SUPPORTED, ["turboquant_3bit_nc", "fp8_token"]))
 def test_pages_are_found_by_the_table(format):
     """One by one over the ends of slabs, as into the one slab of a storage that does not grow."""
     x = pair(2, 2, 1, dtype=torch.float32)
@@ -244,9 +243,7 @@ def test_attention_counts_on_the_device(seen):
     compare(holding("int8", seen))
 
 
-@pytest.mark.parametrize(
-    "format", slowly([name for name in SUPPORTED if name not in BY_BLOCK], ["identity", "fp8_token", "turboquant_3bit_nc"])
-)
+@pytest.mark.parametrize("format", slowly(SUPPORTED, ["identity", "fp8_token", "turboquant_3bit_nc"]))
 def test_attention_of_formats(format):
     shared = "_t" in format  # by heads
     compare(holding(format, 70, rows=1, heads=2 if shared else 1), limit=9e-3 if format.startswith("int4") else 4e-3)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkvcache.formats import Codec, Codes
+from qkvcache.formats import Codec, Codes, Int4
 from tests.codes import planes_of
 from tests.matrix import COVER, FORMATS, covering, slowly
 from tests.matrix import FORMATS as REGISTRY
@@ -208,9 +208,9 @@ def test_errors():
     codec = REGISTRY["int8"].key
     with pytest.raises(ValueError, match="contiguous"):
         decode(codec, codec.quantize(x, codec.calibrate(x)), x.mT.contiguous().mT)
-    block = REGISTRY["fp8_tensor"].key
-    assert not supports(block, 64) and not supports(codec, 1024) and not supports(REGISTRY["int4"].key, 80)
+    block = Int4(group_size=24).value
+    assert not supports(block, 96) and not supports(codec, 1024) and not supports(REGISTRY["int4"].key, 80)
     with pytest.raises(ValueError, match="ask `supports`"):
-        write(*([each] * 2 for each in (block, x, {}, {})), 0)
+        write(*([each] * 2 for each in (block, data(1, 1, 2, 96), {}, {})), 0)
     with pytest.raises(ValueError, match="ask `supports`"):
         decode(REGISTRY["int4"].key, {}, data(1, 1, 2, 80))

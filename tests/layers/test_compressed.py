@@ -141,7 +141,7 @@ def test_crop():
 
 
 def test_rows_move_together():
-    layer = filled(format="fp8_tensor_frozen")
+    layer = filled(format="fp8_tensor")
     before = layer.dense()
     for move, index in (
         (lambda: layer.reorder_cache(torch.tensor([2, 2, 0])), [2, 2, 0]),
@@ -171,7 +171,7 @@ def test_moving_an_empty_layer_is_nothing():
 
 
 def test_offload_and_prefetch_move_every_tensor():
-    layer = filled(format="fp8_tensor_frozen")
+    layer = filled(format="fp8_tensor")
     before = layer.dense()
     layer.offload()
     assert {t.device.type for _, t in layer.tensors()} == {"cpu"} and same(layer.dense(), before)
@@ -213,7 +213,7 @@ def test_a_copy_lives_its_own_life():
     ids=["update", "crop", "offload", "reset", "reorder", "repeat"],
 )
 def test_a_handle_outlives_what_happens_to_the_layer(change):
-    layer = filled(format="fp8_tensor_frozen")
+    layer = filled(format="fp8_tensor")
     handles = layer.update(*new(2))
     before = tuple(handle.dense() for handle in handles)
     change(layer)

@@ -12,7 +12,7 @@ from qkvcache.layers.compressed import CompressedLayer
 from tests.matrix import FORMATS as REGISTRY
 from tests.updates import DIM, HEADS, new
 
-KINDS = ["identity", "int8_asymmetric", "fp8_tensor_frozen", "int4_group", "nvfp4", "turboquant_3bit_nc"]
+KINDS = ["identity", "int8_asymmetric", "fp8_tensor", "int4_group", "nvfp4", "turboquant_3bit_nc"]
 
 
 def kept() -> dict[str, int]:

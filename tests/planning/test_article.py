@@ -40,10 +40,10 @@ def test_weights_of_70b():
 @pytest.mark.parametrize(
     ("options", "gigabytes", "requests", "honest"),
     [
-        ({"format": FORMATS["fp8_tensor_frozen"]}, 21.0, 23, 23),
+        ({"format": FORMATS["fp8_tensor"]}, 21.0, 23, 23),
         ({"policy": policies.H2O(budget=0.5)}, 21.0, 23, 23),
-        ({"format": FORMATS["fp8_tensor_frozen"], "policy": policies.H2O(budget=0.5)}, 10.5, 47, 46),
-        ({"format": FORMATS["fp8_tensor_frozen"], "policy": policies.H2O(budget=0.3, num_sink_tokens=4)}, 6.3, 79, 76),
+        ({"format": FORMATS["fp8_tensor"], "policy": policies.H2O(budget=0.5)}, 10.5, 47, 46),
+        ({"format": FORMATS["fp8_tensor"], "policy": policies.H2O(budget=0.3, num_sink_tokens=4)}, 6.3, 79, 76),
     ],
 )
 def test_codes_alone_take_the_bytes_of_the_article(options, gigabytes, requests, honest):
@@ -62,7 +62,7 @@ def test_sinks_and_a_window_of_4k():
 
 
 def test_at_131_072_tokens_the_last_row_is_77():
-    codes = planned(131_072, format=FORMATS["fp8_tensor_frozen"], policy=policies.H2O(budget=0.3, num_sink_tokens=4)).request.codes
+    codes = planned(131_072, format=FORMATS["fp8_tensor"], policy=policies.H2O(budget=0.3, num_sink_tokens=4)).request.codes
     assert int(FREE // codes) == 77
 
 

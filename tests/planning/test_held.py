@@ -103,7 +103,7 @@ def test_formats_and_policies_in_models(name, policy, format):
 
 @pytest.mark.parametrize(("zones", "prompt"), covering([(0, 0), (4, 64), (100, 3), (3, 1)], [1, 5, 80, 200], strength=1))
 def test_zones_and_steps(zones, prompt):
-    for options in ({"format": FORMATS["fp8_tensor_frozen"]}, {"format": "int4", "policy": policies.Knorm(budget=0.3)}):
+    for options in ({"format": FORMATS["fp8_tensor"]}, {"format": "int4", "policy": policies.Knorm(budget=0.3)}):
         options |= {"num_sink_tokens": zones[0], "residual_length": zones[1]}
         check(drive("llama", prompt, 20, **options), "llama", prompt, 20, **options)
 

@@ -30,7 +30,7 @@ class Oracle(RuleBasedStateMachine):
     """`stored` is the dictionary: tokens to what a cache of them holds. On disk, nothing is ever forgotten here; in memory, what was used
     longest ago is, in the order of `memory`."""
 
-    @initialize(format=st.sampled_from(["int8", "turboquant_3bit_nc", "fp8_tensor_frozen"]), on_disk=st.booleans(), dense=st.booleans())
+    @initialize(format=st.sampled_from(["int8", "turboquant_3bit_nc", "fp8_tensor"]), on_disk=st.booleans(), dense=st.booleans())
     def begin(self, format, on_disk, dense):
         self.format, self.dense = FORMATS[format], dense
         self.folder = tempfile.TemporaryDirectory() if on_disk else None

@@ -110,7 +110,7 @@ def test_a_longer_entry_takes_the_place_of_what_it_covers():
     assert len(kept) == 2
 
 
-@pytest.mark.parametrize("format", ["int8", "turboquant_3bit_nc", "fp8_tensor", "fp8_tensor_frozen"])
+@pytest.mark.parametrize("format", ["int8", "turboquant_3bit_nc", "fp8_tensor"])
 @pytest.mark.parametrize("tokens", [4, 30, 63, 64, 65, 117, 119, 120])
 def test_what_was_fetched_goes_on_working_and_shares_nothing(format, tokens):
     ids, format = random_ids(120), FORMATS[format]
