@@ -63,7 +63,7 @@ def test_against_ml_dtypes(dtype):
 @pytest.mark.parametrize(("scale", "span"), [("token_head", (3,)), ("token", (1, 3)), ("tensor", (1, 2, 3))])
 def test_scale_spans_what_it_says(dtype, scale, span):
     x = torch.randn(2, 3, 5, 64)
-    expected = (x.abs().amax(dim=span, keepdim=True) / TOP[dtype]).expand(2, 3 if scale == "token_head" else 1, 1 if scale == "tensor" else 5, 1)
+    expected = x.abs().amax(dim=span, keepdim=True) / TOP[dtype]
     assert torch.equal(encode(FP8(dtype, scale).value, x)["scale"], expected)
 
 
