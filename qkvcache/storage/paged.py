@@ -93,9 +93,7 @@ class PagedTokens:
         pool = self.pool
         self.table = self._entered(pool, self.table)
         by_page, size = pool.by_address, pool.layout.page_size
-        self.pages = Pages(
-            *self.codecs, pool.planes(), pool.firsts(), size, self.statistics, self.table, self.lengths, by_page, self.grows
-        )
+        self.pages = Pages(*self.codecs, pool.planes(), pool.firsts(), size, self.statistics, self.table, self.lengths, by_page, self.grows)
         if (index := pool.index) is not None:
             self.index_table = self._entered(index, self.index_table)
             self.pages.index = replace(self.pages, slabs=index.planes(), firsts=index.firsts(), table=self.index_table)
