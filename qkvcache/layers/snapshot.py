@@ -365,10 +365,11 @@ def check_checkpoint(layer: Layer, stored: Snapshot, end: Snapshot, seen: int) -
 def _check_states(layer: Layer, stored: Snapshot) -> None:
     """Raises ValueError unless these can be the states of `layer`: those that its flags say are there."""
     tensors, counts, empty = stored.tensors, stored.numbers, dict(_states(layer))
-    flags = {name: name.replace(STATE, f"{STATE}is_").replace("_states.", "_states_initialized.") for name in empty}
+    named = {name: name.replace(STATE, f"{STATE}is_").replace("_states.", "_states_initialized.") for name in empty}
+    flags = {name: flag for name, flag in named.items() if flag in empty}
     there = {name for name, flag in flags.items() if counts.get(flag)}
     fixed = {name: x for name, x in empty.items() if type(x) is int}
-    if tensors.keys() != there or not counts.keys() <= empty.keys() - there or fixed.items() - counts.items():
+    if tensors.keys() != there or not counts.keys() <= empty.keys() - flags.keys() or fixed.items() - counts.items():
         raise ValueError(f"{sorted(tensors)} and {counts} for a {type(layer).__name__}")
     if any(_of_a_row(x).ndim < 3 for x in tensors.values()):
         raise ValueError(f"states {sorted(tensors)} of fewer than three dimensions")

@@ -16,9 +16,10 @@ from typing import NamedTuple
 import pytest
 import torch
 from safetensors.torch import load, save
+from transformers.cache_utils import LinearAttentionLayer
 
 from qkvcache import CompressedCache, PrefixStore, policies
-from qkvcache.layers.snapshot import Snapshot, snapshot
+from qkvcache.layers.snapshot import Snapshot, check, snapshot
 from qkvcache.prefix import disk
 from tests import matrix
 from tests.prefix.made import WORDS, model
@@ -211,3 +212,12 @@ def test_a_mutated_file_gives_its_tokens_or_a_warning(stored, mutate):
             else:
                 assert not caught and found.length == stored.length and equal(held(found.cache), stored.expected), number
     assert refused > MUTATIONS // 4
+
+
+@pytest.mark.parametrize("name", ["state.conv_states.0", "state.conv_states.9", "state.update", "state.__class__"])
+def test_a_count_is_no_state_and_no_other_attribute(name):
+    layer = LinearAttentionLayer()
+    known = snapshot(layer)
+    check(layer, known, 4)
+    with pytest.raises(ValueError, match=name):
+        check(layer, Snapshot(known.kind, {}, known.numbers | {name: 1}), 4)
