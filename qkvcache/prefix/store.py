@@ -189,12 +189,12 @@ class PrefixStore:
         while (longest := self._ranks.agree(lambda most: self._longest(keys, most), limit)) is not None:
             disk, stored, tokens = longest
             template, cache = self._template_named(stored), None
-            if disk is None:
-                layers = self._memory.use(stored).cut(tokens)
-            else:
-                layers = disk.read(stored, tokens, Blocks() if self._on_gpu else None, template)
             with suppress(Damaged):  # the file is not used again
-                cache = template.restore(layers, self._devices(), self._into(template))
+                if disk is not None:
+                    layers = disk.read(stored, tokens, Blocks() if self._on_gpu else None, template)
+                    cache = template.restore(layers, self._devices(), self._into(template))
+                elif entry := self._memory.use(stored):  # another thread may have made room since
+                    cache = template.restore(entry.cut(tokens), self._devices(), self._into(template))
             if not self._ranks.least(cache is not None) or cache is None:
                 continue
             if len(inputs) > 1:
