@@ -186,10 +186,10 @@ def attention_to_latents(format: str, target: str, rows: int = 128, variant: str
     assert rope
     names = {param.name for param in triton_attend_latents.attend_latents_kernel.params}
     types = {name: kind for name, kind in job.types.items() if name in names}
-    types |= {"turned": "*bf16", "v_planes": ("*i16", "*i16", "*fp32", "*fp32", "*i16"), "chosen": "*i32", "counts": "*i32"}
+    types |= {"q_latent": "*fp16", "q_rope": "*fp16", "factors": "*fp32", "v_planes": ("*i16", "*i16", "*fp32", "*fp32", "*i16")}
+    types |= {"chosen": "*i32", "counts": "*i32"}
     constants = {name: x for name, x in job.constants.items() if name in names}
-    constants |= {"K": dataclasses.replace(job.constants["K"], rotation=0), "V": rope, "P": 64, "v_strides": _strides_of(rope, 64, "bf16")}
-    constants |= {"G": rows, "R": launch.rows, "T": launch.tile}
+    constants |= {"V": rope, "P": 64, "v_strides": _strides_of(rope, 64, "bf16"), "G": rows, "R": launch.rows, "T": launch.tile}
     constants |= {"TX": launch.tile // 2, "MASK": chosen or job.constants["MASK"] != "none", "ARCH": arch}
     constants["CHOSEN"] = int(chosen)
     name = " ".join(filter(None, [f"latents {format}", variant, f"{rows} rows"]))
@@ -245,6 +245,13 @@ def fetching(target: str) -> Iterator[Job]:
     index = {name: x[1:3] for name, x in planes.items()}
     types["planes"] = "*u8", "*u8", "*fp16", "*fp16"
     yield Job("copy index", kernels.copy_index_kernel, types, sizes | index | {"COUNTED": True}, target, {"num_warps": 1})
+
+
+def queries_of_latents(target: str) -> Job:
+    types = {"latent": "*bf16", "query": "*bf16", "order": "*i64", "rope_order": "*i64", "mean": "*fp32", "factors": "*fp32"}
+    types |= dict.fromkeys(("q_latent", "q_rope"), "*fp16") | dict.fromkeys(("scaling", "latent_unit", "rope_unit"), "fp32")
+    constants = {"D": 512, "P": 64, "CENTERED": True}
+    return Job("queries of latents", triton_attend_latents.query_kernel, types, constants, target, {"num_warps": 1})
 
 
 def _strides_of(how: PackedLayout, head_dim: int, dtype: str) -> tuple[int, ...]:
@@ -425,6 +432,7 @@ def jobs(everything: bool) -> Iterator[Job]:
             if format != "identity":
                 yield attention_in_tiles(format, 128, target, 128)
                 yield attention_in_tiles(format, 128, target, 128, "blocks")
+        yield queries_of_latents(target)
         yield choosing(4096, target)
         yield from fetching(target)
         for format in ("turboquant_4bit_nc",) if few else ("int8", "turboquant_4bit_nc"):

@@ -98,8 +98,8 @@ def prepare(codecs: tuple[Codec, Codec], dims: tuple[int, int], dtype: torch.dty
     if on_triton(device):
         for pair in {codecs, (codecs[0].coarse, codecs[1].coarse)}:
             _module("tables").tables(pair, *dims, device)
-        if latents and (rotation := codecs[0].rotation):
-            rotation.matrix(dims[0], device, dtype)
+        if latents:
+            _module("triton_attend_latents").prepare(codecs, dims, dtype, device)
     for codec, dim in zip(codecs, dims, strict=True):
         token = torch.zeros(1, 1, 1, dim, dtype=dtype, device=device)
         statistics = codec.calibrate(token)

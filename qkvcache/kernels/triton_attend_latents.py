@@ -2,7 +2,7 @@
 
 One program reads one split of the tokens of one sequence for a block of query rows. A tile of latents is dequantized once, to fp16 in
 shared memory, for both products, as in `triton_attend_tiles.py`: it has the order of channels that is described there. Queries are rotated
-as latents are stored beforehand.
+as latents are stored, brought into that order and scaled to fp16 beforehand (`query_kernel`).
 
 Splits of the quantized tokens, and the exact tokens as one more, leave partial outputs that `triton_join.py` joins. All
 exponents are base 2.
@@ -12,6 +12,7 @@ Shapes of tiles: T tokens, R query rows, D channels of a latent, P of a rotated 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 import triton
@@ -25,8 +26,8 @@ from .fused import OF_INPUTS, OF_REDUCE, Arguments, Launch, architecture, held, 
 from .launch import Launcher
 from .pages import LEAST_SPLIT, SINKS, PagedInputs
 from .segments import layout_of
-from .triton_attend import LOG2E, _hides, _tiles_of_split, head_of, page_of
-from .triton_attend_tiles import _absorb, _exact_tiles, _norm, _page_of_tile, _power, _queries, _shown, _stored, _tile, _token_of
+from .triton_attend import LOG2E, _exact_columns, _hides, _tiles_of_split, head_of, page_of
+from .triton_attend_tiles import _absorb, _norm, _page_of_tile, _power, _shown, _stored, _tile, _token_of
 from .triton_join import reduce_kernel
 from .triton_math import MASKED_SCORE
 from .triton_unpack import unit_of
@@ -38,16 +39,78 @@ def _places(layout, dim: int):
     return layout.per, dim // layout.per, dim // 2
 
 
+@triton.jit
+def _exact_tiles(
+    D: tl.constexpr, P: tl.constexpr, T: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, RING: tl.constexpr,
+    state, q, q_rope, scaling, latents, latent_stride, ropes, rope_stride, tokens, start, newest, mask, mask_stride, oldest_slot, count,
+):  # fmt: skip
+    """Adds tokens in the model's dtype to `state`: running maximum and normaliser, fp32 [R] each, and output, fp32 [R, D]. Returns it.
+
+    q, q_rope   [R, D] and [R, P], model dtype; scaling: of their scores, to base 2
+    latents     [tokens, D], a token `latent_stride` elements from the next; ropes [tokens, P]: rope_stride
+    start       column of the first token; newest: int [R], the last column that a query row sees
+    RING        whether tokens are the `count` of a ring of `tokens` slots from `oldest_slot` on
+    """
+    t = tl.arange(0, T)
+    d = tl.arange(0, D)
+    p = tl.arange(0, P)
+    for begin in tl.range(0, tokens, T, num_stages=1):
+        at = begin + t
+        valid, column = _exact_columns(at, tokens, start, oldest_slot, count, RING)
+        c = tl.load(latents + at[:, None] * latent_stride + d[None, :], mask=valid[:, None], other=0.0)
+        r = tl.load(ropes + at[:, None] * rope_stride + p[None, :], mask=valid[:, None], other=0.0)
+        s = tl.dot(q, tl.trans(c), input_precision="ieee")
+        s = tl.dot(q_rope, tl.trans(r), s, input_precision="ieee") * scaling
+        if MASK:
+            valid = valid & _shown(mask, column, mask_stride, valid)
+        s = tl.where(valid[None, :] & (column[None, :] <= newest[:, None]), s, float("-inf"))
+        state = _absorb(state, s, tl.full([s.shape[0]], 1.0, tl.float32), c, ARCH)
+    return state
+
+
+@triton.jit(do_not_specialize=["latent_stride", "query_stride", "mean_b", "rows", "scaling", "latent_unit", "rope_unit"])
+def query_kernel(
+    latent, query, order, rope_order, mean, q_latent, q_rope, factors, latent_stride, query_stride, mean_b, rows, scaling, latent_unit,
+    rope_unit, D: tl.constexpr, P: tl.constexpr, CENTERED: tl.constexpr,
+):  # fmt: skip
+    """Brings queries into the form in which `attend_latents_kernel` multiplies them. Grid (B * rows).
+
+    latent             [B * rows, D], rotated as stored, a row `latent_stride` elements from the next
+    query              [B * rows, D + P]: query_stride
+    order, rope_order  int64 [D] and [P]: the channel at each place of a tile
+    mean               fp32 [B, D]: mean_b; read if CENTERED
+    q_latent, q_rope, factors   as of `attend_latents_kernel`
+    scaling, latent_unit, rope_unit   factor of scores, to base 2, and the units of the numbers in tiles
+    """
+    row = tl.program_id(0).to(tl.int64)
+    latent += row * latent_stride
+    d = tl.arange(0, D)
+    p = tl.arange(0, P)
+    x = tl.load(latent + d).to(tl.float32)
+    center = 0.0
+    if CENTERED:
+        center = tl.sum(x * tl.load(mean + row // rows * mean_b + d), 0) * scaling
+    largest = tl.maximum(tl.max(tl.abs(x), 0), 1e-30)
+    x = tl.load(latent + tl.load(order + d)).to(tl.float32)
+    tl.store(q_latent + row * D + d, (x / largest).to(tl.float16))
+    tl.store(factors + row * 3, largest * scaling * latent_unit)
+    tl.store(factors + row * 3 + 2, center)
+    x = tl.load(query + row * query_stride + D + tl.load(rope_order + p)).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(x), 0), 1e-30)
+    tl.store(q_rope + row * P + p, (x / largest).to(tl.float16))
+    tl.store(factors + row * 3 + 1, largest * scaling * rope_unit)
+
+
 # What changes from step to step, or call to call, must not compile the kernel anew.
 @triton.jit(
     do_not_specialize=[
-        "scaling", "n_sinks", "n_quantized", "n_residual", "least", "queries", "turned_row", "query_row", "table_b", "rows_b", "lengths_b",
-        "mask_b", "mask_q", "mask_t",
+        "scaling", "n_sinks", "n_quantized", "n_residual", "least", "queries", "table_b", "rows_b", "lengths_b", "mask_b",
+        "mask_q", "mask_t",
     ]
 )  # fmt: skip
 def attend_latents_kernel(
-    query, turned, table, chosen, counts, rows, lengths, k_planes, v_planes, exact, mask, part, maxima, sums,
-    query_row, turned_row, table_b, rows_b, lengths_b, exact_strides, mean_strides, mask_b, mask_q, mask_t,
+    query, q_latent, q_rope, factors, table, chosen, counts, rows, lengths, k_planes, v_planes, exact, mask, part, maxima, sums,
+    query_b, query_h, query_q, table_b, rows_b, lengths_b, exact_strides, mask_b, mask_q, mask_t,
     scaling, n_sinks, n_quantized, n_residual, least, queries,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, P: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
     TX: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr, COUNTED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
@@ -59,8 +122,9 @@ def attend_latents_kernel(
     are contiguous. Query row `r` is query `r % queries` of head `r // queries`. With CHOSEN, 1, each query reads tokens of its own: the
     grid is (splits, blocks of R heads, B * queries), and `part`, `maxima` and `sums` have B * queries for B.
 
-    query          [B * G * queries, D + P] model dtype: query_row
-    turned         [B * G * queries, D], the same without the last P channels, rotated as latents are stored: turned_row
+    query          [B, G, queries, D + P] model dtype: query_b, query_h, query_q
+    q_latent       fp16 [B, G * queries, D], q_rope fp16 [B, G * queries, P], contiguous: rotated as stored, in the order of tiles
+    factors        fp32 [B, G * queries, 3], contiguous: of the scores of both, to base 2, and the product with the mean of latents
     table, rows, lengths, k_planes, v_planes, k_strides, v_strides, exact, exact_strides   as of `attend_kernel`, of one head;
                    COUNTED: rows begin with the first token of their pages, and the rings of row `b` are row `b` of the residual
     chosen         int32 [B * queries, N], read if CHOSEN: indices in pages of the tokens of a query; `table` has the entries of their
@@ -105,33 +169,26 @@ def attend_latents_kernel(
     state = (tl.full([R], MASKED_SCORE, tl.float32), tl.zeros([R], tl.float32), tl.zeros([R, D], tl.float32))
 
     if EXACT and split == 0:
-        x_rows = query + ((b * (G * queries) + row) * query_row)[:, None]
+        x_rows = query + (b * query_b + row // queries * query_h + number * query_q)[:, None]
         x_latent = tl.load(x_rows + d[None, :])
         x_rope = tl.load(x_rows + D + p[None, :])
-        factor = tl.full([R], 1.0, tl.float32) * scaling
         newest = n_sinks + length + in_ring - (queries - number if CAUSAL else tl.full([R], 1, tl.int32))
         state = _exact_tiles(
-            D, P, TX, False, MASK, ARCH, False, True, state, x_latent, x_rope, factor, exact[0] + b * exact_strides[0], exact_strides[2],
-            exact[1] + b * exact_strides[3], exact_strides[5], n_sinks, 0, newest, mask, mask_t, 1.0, 0, 0,
+            D, P, TX, MASK, ARCH, False, state, x_latent, x_rope, scaling, exact[0] + b * exact_strides[0], exact_strides[2],
+            exact[1] + b * exact_strides[3], exact_strides[5], n_sinks, 0, newest, mask, mask_t, 0, 0,
         )  # fmt: skip
         m, l, acc = _exact_tiles(
-            D, P, TX, False, MASK, ARCH, COUNTED, True, state, x_latent, x_rope, factor, exact[2] + b * exact_strides[6], exact_strides[8],
-            exact[3] + b * exact_strides[9], exact_strides[11], n_residual, n_sinks + length, newest, mask, mask_t, 1.0, oldest_slot,
-            in_ring,
+            D, P, TX, MASK, ARCH, COUNTED, state, x_latent, x_rope, scaling, exact[2] + b * exact_strides[6], exact_strides[8],
+            exact[3] + b * exact_strides[9], exact_strides[11], n_residual, n_sinks + length, newest, mask, mask_t, oldest_slot, in_ring,
         )  # fmt: skip
         tl.store(out + d[None, :], acc, mask=live[:, None])
     else:
         q_row = b * (G * queries) + row
-        mean = k_planes[3] + b * mean_strides[0]
-        q, factor, center = _queries(K, D, 1.0, turned, q_row * turned_row, live, turned, mean, scaling)
-        qr, rope_factor, _ = _queries(V, P, 1.0, query + D, q_row * query_row, live, turned, mean, scaling)
-        # Through the output's memory: loaded operands lie in shared memory, computed ones would take registers.
-        passing = out.to(tl.pointer_type(tl.float16))
-        tl.store(passing + d[None, :], q)
-        tl.store(passing + D + p[None, :], qr)
-        tl.debug_barrier()
-        q = tl.load(passing + d[None, :])
-        qr = tl.load(passing + D + p[None, :])
+        q = tl.load(q_latent + q_row[:, None] * D + d[None, :])
+        qr = tl.load(q_rope + q_row[:, None] * P + p[None, :])
+        factor = tl.load(factors + q_row * 3)
+        rope_factor = tl.load(factors + q_row * 3 + 1)
+        center = tl.load(factors + q_row * 3 + 2)
         if CHOSEN:
             length = tl.load(counts + each_query)
             chosen += each_query * table_b
@@ -230,12 +287,39 @@ def _in_tiles(layout: PackedLayout | None, dim: int) -> bool:
     return not layout.group or layout.group % words == 0 or words % layout.group == 0
 
 
+@functools.lru_cache(maxsize=32)
+@torch.inference_mode(False)
+def _order(layout: PackedLayout, dim: int, device: torch.device) -> Tensor:
+    """The channel at each place of a tile (`triton_attend_tiles._reordered`), int64 `[D]`."""
+    eighths = dim // layout.per // 8
+    channel = torch.arange(dim, device=device)
+    if layout.group:
+        return channel.view(layout.per, eighths, 2, 2, 2).permute(2, 1, 3, 0, 4).flatten()
+    return channel.view(eighths, 2, 2, 2, layout.per).permute(1, 0, 2, 4, 3).flatten()
+
+
+@functools.lru_cache(maxsize=32)
+def _units(codecs: tuple[PackedLayout, PackedLayout]) -> tuple[float, float]:
+    """The units of the numbers in tiles of both sides."""
+    latent, rope = (float(unit_of.fn(layout)) / float(_power.fn(layout)) for layout in codecs)
+    return latent, rope
+
+
 def _turned(codec: Codec, x: Tensor) -> Tensor:
     """Queries `[N, D]`, rotated as keys are stored."""
     if codec.rotation is None:
         return x
     matrix = codec.rotation.matrix(x.shape[1], x.device, x.dtype)
     return torch.addmm(matrix[0], x, matrix, beta=0, alpha=rotation_block(x.shape[1]) ** -0.5)
+
+
+def prepare(codecs: tuple[Codec, Codec], dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    """Allocates the tensors that are cached for these codecs (`tables.py` says why)."""
+    for codec, dim in zip(codecs, dims, strict=True):
+        if (layout := layout_of(codec)) and _in_tiles(layout, dim):
+            _order(dataclasses.replace(layout, search=0), dim, device)
+    if codecs[0].rotation is not None:
+        codecs[0].rotation.matrix(dims[0], device, dtype)
 
 
 def attend_latent_pages(
@@ -258,13 +342,17 @@ def attend_latent_pages(
     if gathers and queries > most:
         parts = zip(query.split(most, 2), mask.split(most, 2), strict=True)  # type: ignore[union-attr]
         return torch.cat([attend_latent_pages(x, inputs, y, scaling=scaling, chosen=chosen) for x, y in parts], dim=2)
+    query = query if query.stride(-1) == 1 else query.contiguous()
     flat = query.reshape(batch * rows, rank + rope)
-    flat = flat if flat.stride(-1) == 1 else flat.contiguous()
     turned = _turned(inputs.pages.key, flat[:, :rank])
     key = "latents", query.shape, mask is None, causal, exact, gathers, launch
     if key not in args.plans:
         args.plans[key] = LatentPlan(args, *key[1:])
     plan = args.plans[key]
+    latent, rotated = (torch.empty(batch * rows, dim, dtype=torch.float16, device=device) for dim in (rank, rope))
+    factors = torch.empty(batch * rows, 3, dtype=torch.float32, device=device)
+    plan.queries((batch * rows, 1, 1), turned, flat, latent, rotated, factors, turned.stride(0), flat.stride(0), base2)
+
     table, table_b, index, counts = inputs.pages.table, inputs.pages.strides[0], args.empty, args.empty
     if gathers:
         index, table, counts = chosen_tokens(inputs, mask, queries, chosen)  # type: ignore[arg-type]
@@ -283,7 +371,7 @@ def attend_latent_pages(
         mask = mask[(None,) * (4 - mask.dim())].expand(batch, 1, -1, sum(inputs.slots) if mask.shape[-1] == 1 else -1)
         shown, mask_strides = mask.view(torch.uint8), (mask.stride(0), mask.stride(2), mask.stride(3))
     plan.attend(
-        (splits, blocks, groups), flat, turned, table, index, counts, shown, *partial, flat.stride(0), turned.stride(0), table_b,
+        (splits, blocks, groups), query, latent, rotated, factors, table, index, counts, shown, *partial, *query.stride()[:3], table_b,
         *mask_strides, base2, region, held=held(inputs, args.empty),
     )  # fmt: skip
     out = query.new_empty_strided((batch, heads, queries, rank), plan.out_strides)
@@ -308,9 +396,10 @@ def chosen_tokens(inputs: PagedInputs, mask: Tensor, queries: int, chosen: int) 
     return index.int().flatten(0, 1), entries.flatten(0, 1), shown.sum(-1, dtype=torch.int32).flatten()
 
 
+OF_QUERIES = "latent", "query", "q_latent", "q_rope", "factors", "latent_stride", "query_stride", "scaling"
 OF_LATENTS = (
-    "query", "turned", "table", "chosen", "counts", "mask", "part", "maxima", "sums", "query_row", "turned_row", "table_b", "mask_b",
-    "mask_q", "mask_t", "scaling", "n_quantized",
+    "query", "q_latent", "q_rope", "factors", "table", "chosen", "counts", "mask", "part", "maxima", "sums", "query_b", "query_h",
+    "query_q", "table_b", "mask_b", "mask_q", "mask_t", "scaling", "n_quantized",
 )  # fmt: skip
 
 
@@ -320,13 +409,17 @@ class LatentPlan:
     def __init__(self, args: Arguments, shape: torch.Size, unmasked: bool, causal: bool, exact: int, gathers: bool, launch: Launch) -> None:
         (batch, heads, queries, _), device, use = shape, args.empty.device, args.use
         rank, rope, rows, mean = args.constants["D"], args.constants["DV"], heads * queries, args.planes[0][3]
-        turned = dataclasses.replace(use.key, rotation=0)  # queries are rotated beforehand
+        latent_unit, rope_unit = _units((use.key, use.value))
+        self.queries = Launcher(
+            query_kernel, device, OF_QUERIES, order=_order(use.key, rank, device), rope_order=_order(use.value, rope, device), mean=mean,
+            mean_b=args.means[0][0], rows=rows, latent_unit=latent_unit, rope_unit=rope_unit, D=rank, P=rope, CENTERED=use.key.centered,
+            num_warps=1,
+        )  # fmt: skip
         shared = args.constants | {"G": heads, "R": launch.rows, "EXACT": bool(exact), "queries": queries}
         self.attend = Launcher(
-            attend_latents_kernel, device, OF_LATENTS, OF_INPUTS, **shared | {"K": turned, "TX": launch.tile // 2},
-            k_planes=args.planes[0], v_planes=args.planes[1], mean_strides=args.means[0], least=LEAST_SPLIT, P=rope, T=launch.tile,
-            MASK=not unmasked, CAUSAL=causal and queries > 1, ARCH=architecture(device)[0], CHOSEN=int(gathers), num_warps=launch.warps,
-            num_stages=1,
+            attend_latents_kernel, device, OF_LATENTS, OF_INPUTS, **shared | {"TX": launch.tile // 2}, k_planes=args.planes[0],
+            v_planes=args.planes[1], least=LEAST_SPLIT, P=rope, T=launch.tile, MASK=not unmasked, CAUSAL=causal and queries > 1,
+            ARCH=architecture(device)[0], CHOSEN=int(gathers), num_warps=launch.warps, num_stages=1,
         )  # fmt: skip
         block = rotation_block(rank) if use.key.rotated else 1
         columns = rank if use.key.rotated else 32

@@ -269,14 +269,12 @@ def _region_tile(
 @triton.jit
 def _exact_tiles(
     D: tl.constexpr, DV: tl.constexpr, T: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, RING: tl.constexpr,
-    LATENT: tl.constexpr, state, q, q_rope, factor, keys, key_stride, values, value_stride, tokens, start, newest, mask, mask_stride,
-    softcap, oldest_slot, count,
+    state, q, factor, keys, key_stride, values, value_stride, tokens, start, newest, mask, mask_stride, softcap, oldest_slot, count,
 ):  # fmt: skip
     """Adds tokens in the model's dtype to `state` (`_absorb`) and returns it.
 
     q        [R, D] model dtype; `factor` of its scores, fp32 [R]
     keys     [tokens, D], a token `key_stride` elements from the next; values [tokens, DV]: value_stride
-    LATENT   whether keys are values, too, and `values` are keys of `q_rope`, [R, DV], whose scores are added
     start    column of the first token; newest: int [R], the last column that a query row sees
     RING     whether tokens are the `count` of a ring of `tokens` slots from `oldest_slot` on
     """
@@ -287,17 +285,12 @@ def _exact_tiles(
         at = begin + t
         valid, column = _exact_columns(at, tokens, start, oldest_slot, count, RING)
         k = tl.load(keys + at[:, None] * key_stride + d[None, :], mask=valid[:, None], other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if LATENT:
-            r = tl.load(values + at[:, None] * value_stride + e[None, :], mask=valid[:, None], other=0.0)
-            s = tl.dot(q_rope, tl.trans(r), s, input_precision="ieee")
-        s = _capped(s * factor[:, None], softcap, SOFTCAP, ARCH)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * factor[:, None]
+        s = _capped(s, softcap, SOFTCAP, ARCH)
         if MASK:
             valid = valid & _shown(mask, column, mask_stride, valid)
         s = tl.where(valid[None, :] & (column[None, :] <= newest[:, None]), s, MASKED_SCORE)
-        v = k
-        if not LATENT:
-            v = tl.load(values + at[:, None] * value_stride + e[None, :], mask=(at < tokens)[:, None], other=0.0)
+        v = tl.load(values + at[:, None] * value_stride + e[None, :], mask=(at < tokens)[:, None], other=0.0)
         state = _absorb(state, s, tl.full(factor.shape, 1.0, tl.float32), v, ARCH)
     return state
 
@@ -392,13 +385,13 @@ def attend_tiles_kernel(
         x_factor = tl.full([R], 1.0, tl.float32) * scaling
         newest = n_sinks + stored + in_ring - queries + number
         state = _exact_tiles(
-            D, DV, T, SOFTCAP, MASK, ARCH, False, False, state, x_query, x_query, x_factor,
+            D, DV, T, SOFTCAP, MASK, ARCH, False, state, x_query, x_factor,
             exact[0] + b * exact_strides[0] + h * exact_strides[1], exact_strides[2],
             exact[1] + b * exact_strides[3] + h * exact_strides[4], exact_strides[5],
             n_sinks, 0, newest, mask, mask_t, softcap, 0, 0,
         )  # fmt: skip
         m, l, acc = _exact_tiles(
-            D, DV, T, SOFTCAP, MASK, ARCH, COUNTED, False, state, x_query, x_query, x_factor,
+            D, DV, T, SOFTCAP, MASK, ARCH, COUNTED, state, x_query, x_factor,
             exact[2] + b * exact_strides[6] + h * exact_strides[7], exact_strides[8],
             exact[3] + b * exact_strides[9] + h * exact_strides[10], exact_strides[11],
             n_residual, n_sinks + stored, newest, mask, mask_t, softcap, oldest_slot, in_ring,
