@@ -7,9 +7,9 @@ device: no function here reads them from the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch import Tensor
 from ..formats.base import Codec, Codes, affine
 from .handles import give_handle
 from .segments import Exact, KeysOrValues, Packed, Pair, Segment, layout_of, names
+
+T = TypeVar("T")
+S = TypeVar("S")
 
 COLUMNS = BEGIN, SINK_ROW, RING_ROW, SINKS, RING_START, RING_TOKENS, LENGTH, TOKENS = range(8)
 """Columns of `PagedInputs.rows`."""
@@ -181,6 +184,11 @@ class Pages:
         entries = torch.where(exists, table[:, :, entry].long(), self.firsts[0])
         codes = self.take(side, entries * self.page_size + place % self.page_size)
         return {name: torch.where(exists[..., None], x, 0) for name, x in codes.items()} | self.statistics[side], exists
+
+
+def both(change: Callable[[T], S], sides: tuple[T, T]) -> tuple[S, S]:
+    """Apply `change` to each of two sides, keys and values."""
+    return change(sides[0]), change(sides[1])
 
 
 def differ(stored: Tensor, given: Tensor) -> bool:

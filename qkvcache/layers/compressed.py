@@ -21,8 +21,9 @@ from ..attention.uncompiled import uncompiled
 from ..formats import Identity
 from ..formats.base import Codec, Format
 from ..formats.int8 import SymmetricInt8
-from ..kernels import AttentionBudget, AttentionInputs, PagedInputs, Pair, compile_step, compiles_step, dense, differ, prepare, step, unfold
-from ..storage import Storage, attention_inputs_of, both, check_room
+from ..kernels import AttentionBudget, AttentionInputs, PagedInputs, Pair, compile_step, compiles_step, dense, prepare, step, unfold
+from ..kernels.pages import both, differ
+from ..storage import Storage, attention_inputs_of, check_room
 
 KeysAndValues = tuple[Tensor | CompressedKV, Tensor | CompressedKV]
 """The result of `update`."""

@@ -4,5 +4,5 @@ from .evicting import EvictingStorage, StaticLayout
 from .head_pages import HeadPages
 from .metadata import TokenMetadata
 from .paged import GROUP, MAX_GROWTH, PAGE, RowPages, growth
-from .pool import PageLayout, PagePool, aligned, both, selected
+from .pool import PageLayout, PagePool, aligned, selected
 from .storage import Storage, attention_inputs_of, check_room

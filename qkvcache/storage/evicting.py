@@ -34,6 +34,7 @@ from ..kernels import (
     Pair,
     StaticTensors,
     append_token,
+    both,
     differ,
     evict_token,
     gather_columns,
@@ -46,7 +47,6 @@ from .eviction import append_and_evict, append_and_share
 from .head_pages import HeadPages
 from .metadata import TokenMetadata, no_tokens
 from .paged import RowPages
-from .pool import both
 from .storage import LayerStorage, attention_inputs_of, extended, sides_of
 
 

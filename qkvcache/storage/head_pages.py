@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
-from ..kernels import Packed, Pair
+from ..kernels import Packed, Pair, both
 from ..policies.ranking import first_of
 from .paged import PAGE, PagedTokens
-from .pool import Numbers, PageLayout, both
+from .pool import Numbers, PageLayout
 
 
 class HeadPages(PagedTokens):

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
-from ..kernels import AttentionBudget, BlockCache, Packed, Pages, Pair, copy_index, on_triton, quantize_into, quantizes
+from ..kernels import AttentionBudget, BlockCache, Packed, Pages, Pair, both, copy_index, on_triton, quantize_into, quantizes
 from ..kernels.pages import BLOCK, block_of
 from ..kernels.segments import join_tokens
-from .pool import Numbers, PageLayout, PagePool, Slab, both, selected, zeros
+from .pool import Numbers, PageLayout, PagePool, Slab, selected, zeros
 
 SIDES = ("key", "value")
 PAGE = 64

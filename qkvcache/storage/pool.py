@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
 
 import numpy
 import torch
@@ -30,8 +29,6 @@ ALIGNMENT = 64
 ANCHOR = 2**42
 """The entry of the first page of a pool whose pages kernels find by address: those of slabs below it are positive, too."""
 
-T = TypeVar("T")
-S = TypeVar("S")
 Numbers = numpy.ndarray
 """Numbers of pages, int64."""
 
@@ -297,11 +294,6 @@ def zeros(nbytes: int, device: torch.device, on_host: bool) -> Tensor:
     if found.data_ptr() != held.data_ptr():
         raise NotImplementedError(f"offload_pages on {device}, which cannot read host memory by its address: leave it out")
     return found
-
-
-def both(change: Callable[[T], S], sides: tuple[T, T]) -> tuple[S, S]:
-    """`change` of what is of keys, and of what is of values."""
-    return change(sides[0]), change(sides[1])
 
 
 def selected(x: Tensor, index: Tensor, in_place: bool) -> Tensor:

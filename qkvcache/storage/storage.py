@@ -33,6 +33,7 @@ from ..kernels import (
     PagedInputs,
     Pair,
     Segment,
+    both,
     dense,
     give_handle,
     launch_of_step,
@@ -40,7 +41,7 @@ from ..kernels import (
 from ..kernels.pages import COLUMNS, CONTROL, DROPPED, LENGTH, RING_ROW, ROOM, SINK_ROW, SINKS, TOKENS, block_of
 from .head_pages import HeadPages
 from .paged import GROUP, PAGE, SIDES, RowPages
-from .pool import both, selected
+from .pool import selected
 
 
 def check_room(seq_length: int, tokens: int, max_length: int) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from types import SimpleNamespace
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import GridExecutor
 
+import qkvcache
+from qkvcache import CompressedCache
 from qkvcache.attention.route import MAX_FUSED_ROWS, route
 from qkvcache.kernels import attend_chunked, dispatch, fused, launch
 from qkvcache.kernels.launch import Launcher
@@ -19,6 +24,7 @@ from qkvcache.policies import H2O, AdaKV, KeyDiff, Policy
 from qkvcache.storage import GROUP
 from tests.launches import counted
 from tests.matrix import FORMATS as REGISTRY
+from tests.matrix import model
 
 HEADS, GROUPS, DIM = 1, 4, 64
 PAST = 141
@@ -182,3 +188,34 @@ def test_steps_of_heads_that_share_a_budget(monkeypatch):
     own, shared = (decoded(monkeypatch, policy, 6) for policy in (one, AdaKV(one)))
     assert len(shared[1]) == len(shared[2]) == len(own[1]) + 1 == 10
     assert len(shared[4]) == 11  # and again after an eviction
+
+
+FILES = [
+    "caches/base.py", "layers/compressed.py", "storage/storage.py", "kernels/pages.py", "storage/paged.py", "kernels/triton_store.py",
+    "kernels/launch.py", "attention/compressed_kv.py", "attention/route.py", "attention/masks.py", "kernels/dispatch.py",
+    "kernels/fused.py",
+]  # fmt: skip
+"""What a step of one token enters on a GPU, in this order: the page on the path of a token shows them."""
+
+
+@torch.no_grad()
+def test_a_step_of_one_token_enters_twelve_files(monkeypatch):
+    """Beside the kernels, which do nothing here."""
+    monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
+    network, ids, entered = model("llama"), torch.randint(3, 100, (1, 200)), []
+    cache = CompressedCache(network.config, format="turboquant_4bit_nc")
+    network(ids, past_key_values=cache)
+    monkeypatch.setattr(GridExecutor, "__call__", lambda kernel, *args, **kwargs: None)
+    network(ids[:, :1], past_key_values=cache)
+    package = str(Path(qkvcache.__file__).parent)
+
+    def enter(frame: FrameType, event: str, argument: object) -> None:
+        if frame.f_code.co_filename.startswith(package):
+            entered.append(frame.f_code.co_filename[len(package) + 1 :])
+
+    sys.settrace(enter)
+    try:
+        network(ids[:, :1], past_key_values=cache)
+    finally:
+        sys.settrace(None)
+    assert list(dict.fromkeys(entered)) == FILES

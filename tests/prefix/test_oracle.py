@@ -84,8 +84,12 @@ class Oracle(RuleBasedStateMachine):
         assert self.store.stats.nbytes == sum(self.memory.values()) <= self.most
 
     def content(self, ids, cache, compressed):
-        if compressed or (self.dense and len(ids) < QUANTIZED):  # dense, those are exact; a compressed cache makes of them what it makes
-            return held(cache)
+        """What is held of `ids`; None of exact tokens, of which a compressed cache makes what it makes of as many as are fetched."""
+        if len(ids) < QUANTIZED and not compressed:
+            return held(cache) if self.dense else None
+        return held(cache) if compressed else self.made(ids)
+
+    def made(self, ids):
         return held(fill(CompressedCache(model().config, format=self.format, **ZONES), torch.tensor(ids)))
 
     @rule(ids=IDS)
@@ -98,7 +102,8 @@ class Oracle(RuleBasedStateMachine):
             assert found.kind == "miss"
             return
         assert type(found.cache) is (DynamicCache if self.dense else CompressedCache)
-        assert any(same(found.cache, content, most) for other, content in self.stored.items() if other[:most] == ids[:most])
+        contents = [content or self.made(ids[:most]) for other, content in self.stored.items() if other[:most] == ids[:most]]
+        assert any(same(found.cache, content, most) for content in contents)
         if found.source == "memory":
             self.used(tokens_of(self.store._memory.entries[-1]))
         fill(found.cache, torch.tensor(ids + ids))  # generation goes on in it, and changes nothing here
