@@ -231,13 +231,13 @@ class PagePool:
                     words[here] = part
                 found[name] = words
         shapes = {name: (dtype, width) for of, name, dtype, _, width, _ in self.layout.planes if of == side}
-        return {name: x.view(shapes[name][0]).unflatten(-1, (-1, shapes[name][1])) for name, x in found.items()}
+        return {name: x.view(shapes[name][0]).unflatten(-1, (self.layout.page_size, shapes[name][1])) for name, x in found.items()}
 
     def write(self, side: int, numbers: Numbers, codes: Codes) -> None:
         """Writes planes `[N, H', PAGE, width]` of keys or of values into pages `[N]`."""
         for slab, here, index in self._places(numbers):
             for name, plane in slab.planes[side].items():
-                words = codes[name].flatten(-2).view(torch.int64)
+                words = _in_words(codes[name].flatten(-2))
                 _words(plane, slab.neighbours)[index] = words if here is None else words[here]
 
     def write_row(self, side: int, numbers: Numbers, codes: Codes) -> None:
@@ -304,7 +304,11 @@ def selected(x: Tensor, index: Tensor, in_place: bool) -> Tensor:
 
 def _words(plane: Tensor, neighbours: int) -> Tensor:
     """The pages of a plane `[G, H', n * PAGE, width]` as `[G, n, H', words]` of eight bytes, which torch copies as fast as one."""
-    return plane.unflatten(2, (neighbours, -1)).transpose(1, 2).flatten(3).view(torch.int64)
+    return _in_words(plane.unflatten(2, (neighbours, -1)).transpose(1, 2).flatten(3))
+
+
+def _in_words(x: Tensor) -> Tensor:
+    return x.view(torch.int64) if x.numel() else x  # latents may have no rotated channels
 
 
 def aligned(count: int, to: int) -> int:

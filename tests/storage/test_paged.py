@@ -196,6 +196,18 @@ def test_selected_rows_are_shared_until_they_are_written():
     assert [len(set(column)) for column in tokens.numbers.T.tolist()] == [2, 2, 2, 5]
 
 
+def test_one_side_may_have_no_channels():
+    """As the rotated keys of latents without a rotation."""
+    codec = CODECS["identity"]
+    x = torch.randn(2, 1, 200, DIM), torch.empty(2, 1, 200, 0)
+    tokens = RowPages((codec, codec), (x[0][:, :, :0], x[1][:, :, :0]))
+    tokens.append(x)
+    tokens.select([0])
+    tokens.select([0, 0, 0])
+    tokens.append(tuple(side[:1, :, :1].expand(3, -1, -1, -1) for side in x))
+    assert torch.equal(stored(tokens)["codes"][2, :, :200], x[0][0])
+
+
 def test_rows_know_what_they_share():
     tokens = filled("fp8", 200, rows=1)
     assert tokens.branches() == (1, 0)
