@@ -1,4 +1,4 @@
-"""What `attention_budget.py` measures: a cache that holds a context reads questions about it with their answers.
+"""The measurements of `attention_budget.py`: a cache that holds a context reads questions about it with their answers.
 
 A context is read once, densely, and given to each cache with what its policy observes. Numbers are means over the questions
 of a context, so that errors are those of the means of contexts. Recall and likelihood are relative to the dense run.
@@ -30,7 +30,7 @@ from qkvcache.policies import Policy
 
 DENSE = "dense"
 LEAST = 0.3
-"""Of the answers to a task that the dense run must recall, for the task to count."""
+"""The share of the answers to a task that the dense run must recall, for the task to count."""
 RECENT = 32
 """Newest tokens that are protected where heads have budgets of their own."""
 QUESTION_STEP = 16
@@ -60,7 +60,7 @@ class Cell:
 
     @property
     def row(self) -> dict:
-        """What names the row that this cell belongs to."""
+        """The name of the row that this cell belongs to."""
         return {name: getattr(self, name) for name in ("policy", "budget", "tokens", "format")}
 
 
@@ -103,7 +103,7 @@ class Bench:
         return found.gather(1, at[..., None].expand(-1, -1, found.shape[-1])).float().log_softmax(-1)
 
     def answers(self, prompt: Prompt, cache: Cache) -> dict[str, list[float]]:
-        """Of each question: whether its answer is recalled, and the mean log-likelihood of its tokens; or, where any answer will do, the
+        """Returns for each question whether its answer is recalled, and the mean log-likelihood of its tokens; where any answer will do, the
         KL divergence from the dense run."""
         found: dict[str, list[float]] = {}
         log_probs = self.log_probs(prompt, cache)
@@ -117,7 +117,7 @@ class Bench:
 
     @functools.cache  # noqa: B019
     def profile(self) -> policies.HeadProfile:
-        """Of the model, on a text that no task is made of."""
+        """The profile of the model's heads, on a text that no task is made of."""
         paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         text = "\n\n".join(path.read_text(errors="ignore") for path in paths if path.stat().st_size > 2000)
         ids = self.tokenizer(text[: 2**20], add_special_tokens=False, verbose=False)["input_ids"]
@@ -173,7 +173,7 @@ def mean(values: list[float]) -> Estimate:
 
 
 def ratio(values: list[float], others: list[float]) -> Estimate:
-    """Of the means of what was measured on the same contexts; the error is that of the residuals."""
+    """The ratio of the means of what was measured on the same contexts; the error is that of the residuals."""
     whole = statistics.mean(others)
     found = statistics.mean(values) / whole
     return found, mean([x - found * y for x, y in zip(values, others, strict=True)])[1] / whole
