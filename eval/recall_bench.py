@@ -103,8 +103,8 @@ class Bench:
         return found.gather(1, at[..., None].expand(-1, -1, found.shape[-1])).float().log_softmax(-1)
 
     def answers(self, prompt: Prompt, cache: Cache) -> dict[str, list[float]]:
-        """Returns for each question whether its answer is recalled, and the mean log-likelihood of its tokens; where any answer will do, the
-        KL divergence from the dense run."""
+        """Returns for each question whether its answer is recalled, and the mean log-likelihood of its tokens; where any answer will do,
+        the KL divergence from the dense run."""
         found: dict[str, list[float]] = {}
         log_probs = self.log_probs(prompt, cache)
         if prompt.log_probs is not None:
