@@ -58,7 +58,7 @@ STYLES = {
         "\n{key} ->",
     ),
 }
-"""By the names of `qkvcache.evaluation.recall.FORMS`: the embedded model was trained on the second."""
+"""The forms of a fact and its question, by their names in `qkvcache.evaluation.recall.FORMS`. The embedded model was trained on the second."""
 
 
 class Writer:

@@ -202,7 +202,7 @@ PADDINGS = {
 @pytest.mark.parametrize("first", PADDINGS.values(), ids=PADDINGS)
 @pytest.mark.parametrize("before", [0, 4])
 def test_padding_up_to_a_known_column(first, before):
-    """What comes after it is attended to without a mask."""
+    """Attention to the tokens after the padding takes no mask."""
     held = attention_inputs("hadaquant_k4v4", 300, 9, first=before)
     query = torch.randn(2, 8, 9, 64, device=DEVICE, dtype=DTYPE)
     hidden = torch.arange(309, device=DEVICE) < torch.tensor(first, device=DEVICE)[:, None]

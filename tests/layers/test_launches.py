@@ -195,7 +195,7 @@ FILES = [
     "kernels/launch.py", "attention/compressed_kv.py", "attention/route.py", "attention/masks.py", "kernels/dispatch.py",
     "kernels/fused.py",
 ]  # fmt: skip
-"""What a step of one token enters on a GPU, in this order: the page on the path of a token shows them."""
+"""The files that a step of one token enters on a GPU, in this order, as docs/how/overview.md lists them."""
 
 
 @torch.no_grad()

@@ -84,7 +84,7 @@ class Oracle(RuleBasedStateMachine):
         assert self.store.stats.nbytes == sum(self.memory.values()) <= self.most
 
     def content(self, ids, cache, compressed):
-        """What is held of `ids`; None of exact tokens, of which a compressed cache makes what it makes of as many as are fetched."""
+        """The decoded tokens of `ids`; None where tokens are stored exact, since a cache then quantizes those that it fetches."""
         if len(ids) < QUANTIZED and not compressed:
             return held(cache) if self.dense else None
         return held(cache) if compressed else self.made(ids)

@@ -197,7 +197,7 @@ def test_selected_rows_are_shared_until_they_are_written():
 
 
 def test_one_side_may_have_no_channels():
-    """As the rotated keys of latents without a rotation."""
+    """Latents without rotated keys have such a side."""
     codec = CODECS["identity"]
     x = torch.randn(2, 1, 200, DIM), torch.empty(2, 1, 200, 0)
     tokens = RowPages((codec, codec), (x[0][:, :, :0], x[1][:, :, :0]))
