@@ -58,7 +58,7 @@ STYLES = {
         "\n{key} ->",
     ),
 }
-"""The forms of a fact and its question, by their names in `qkvcache.evaluation.recall.FORMS`. The embedded model was trained on the second."""
+"""The forms of a fact and its question, named as in `qkvcache.evaluation.recall.FORMS`. The embedded model was trained on the second."""
 
 
 class Writer:
