@@ -90,7 +90,7 @@ def chain(name: str, rows: int, tokens: int, budget: int, shortest: int | None =
 
 def wrong(name: str) -> str:
     """Differences between the kernels and their references, on real keys of which few have most of the weight."""
-    from qkvcache.kernels import fused, triton_select_blocks
+    from qkvcache.kernels import plan, triton_select_blocks
 
     torch.manual_seed(0)
     key, value = bf16(2, KV_HEADS, 9000, DIM), bf16(2, KV_HEADS, 9000, DIM)
@@ -102,7 +102,7 @@ def wrong(name: str) -> str:
         exists = torch.arange(mine.blocks.shape[2], device=query.device) * pages.BLOCK < mine.lengths[..., None]
         same = (mine.blocks[..., None] == theirs.blocks[..., None, :]).any(-1)[exists].float().mean()
         read = replace(inputs, selection=mine)
-        out, wanted = fused.attend_pages(query, read)[0].float(), attend_in_torch(query.float(), read)[0]
+        out, wanted = plan.attend_pages(query, read)[0].float(), attend_in_torch(query.float(), read)[0]
         found.append(f"{same:.4f} of the blocks, output differs by {(out - wanted).norm() / wanted.norm():.1e}")
     return f"{name}: {found[0]}; requests: {found[1]}"
 

@@ -31,7 +31,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 
 from qkvcache import continuous_batching
 from qkvcache.batching import shares
-from qkvcache.kernels import fused
+from qkvcache.kernels import fused, plan
 from qkvcache.kernels.attend import attend_pages as attend_in_torch
 from qkvcache.storage import attention_inputs_of
 
@@ -76,9 +76,9 @@ def worst(name: str) -> float:
         inputs = branched(name, branches, 2048, 200, rows)[0].paged
         query = bf16(rows * branches, queries, QUERY_HEADS, DIM).transpose(1, 2)
         for mask in (None, torch.rand(rows * branches, 1, 1, sum(inputs.slots), device="cuda") < 0.8):
-            assert fused.cascades(query, inputs, None, {})
+            assert plan.cascades(query, inputs, None, {})
             given: dict[str, Any] = {"causal": queries > 1}
-            out, lse, _ = fused.attend_pages(query, inputs, mask, **given)
+            out, lse, _ = plan.attend_pages(query, inputs, mask, **given)
             wanted, wanted_lse, _ = attend_in_torch(query.float(), inputs, mask, **given)
             errors.append(max(((out.float() - wanted).norm() / wanted.norm()).item(), (lse - wanted_lse).abs().max().item()))
     return max(errors)
@@ -129,7 +129,7 @@ def run(args: Namespace) -> None:
     device = torch.cuda.get_device_name()
     for name, shared, branches in itertools.product(args.formats, SHARED[-1:] if args.quick else SHARED, BRANCHES):
         query, sets = bf16(branches, QUERY_HEADS, 1, DIM), branched(name, branches, shared)
-        us, pages_us, once = attend_us(query, sets), attend_us(query, alone(sets)), fused.cascades(query, sets[0].paged, None, {})
+        us, pages_us, once = attend_us(query, sets), attend_us(query, alone(sets)), plan.cascades(query, sets[0].paged, None, {})
         del sets
         own_us = attend_us(query, payloads(name, branches, HEADS, shared + OWN, DIM, ZONES))
         base, backend = sdpa_us(branches, QUERY_HEADS, HEADS, shared + OWN, DIM)

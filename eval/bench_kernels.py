@@ -37,7 +37,7 @@ from qkvcache.kernels.prefill import prefill_with_lse
 from qkvcache.storage import RowPages, attention_inputs_of
 
 if importlib.util.find_spec("triton"):
-    from qkvcache.kernels import fused
+    from qkvcache.kernels import fused, plan
     from qkvcache.kernels.triton_dequantize import dequantize_pages
     from qkvcache.kernels.triton_store import quantize_into
 
@@ -105,7 +105,7 @@ def payloads(name: str, batch: int, heads: int, tokens: int, dim: int, zones: tu
 
 
 def attend_us(query: Tensor, sets: list[AttentionInputs], mask: Tensor | None = None, **options) -> float:
-    return graph_us([functools.partial(fused.attend_pages, query, attention_inputs.paged, mask, **options) for attention_inputs in sets])
+    return graph_us([functools.partial(plan.attend_pages, query, attention_inputs.paged, mask, **options) for attention_inputs in sets])
 
 
 @functools.cache
@@ -156,9 +156,9 @@ def wrong() -> set[str]:
                 attention_inputs = real_payload(name, key, value, 4, 33)
                 observed = torch.ones(2, queries, device="cuda")
                 expected, expected_mass = attend_observed(query.float(), attention_inputs, causal=True, observed=observed)
-                out, _, attention_sums = fused.attend_pages(query, attention_inputs.paged, causal=True, observed=observed)
+                out, _, attention_sums = plan.attend_pages(query, attention_inputs.paged, causal=True, observed=observed)
                 pairs = [
-                    (fused.attend_pages(query, attention_inputs.paged, causal=True)[0], expected),
+                    (plan.attend_pages(query, attention_inputs.paged, causal=True)[0], expected),
                     (out, expected),
                     (attention_sums, expected_mass),
                 ]

@@ -41,7 +41,7 @@ from qkvcache.kernels import (  # noqa: E402
     triton_store,
     triton_sum_attention,
 )
-from qkvcache.kernels.fused import EXACT_TILE, OF_SHARED, SUM_TOKENS, TILES, launched  # noqa: E402
+from qkvcache.kernels.fused import EXACT_TILE, OF_SHARED, TILES, launched  # noqa: E402
 from qkvcache.kernels.pages import BLOCK, GATHER_TILE  # noqa: E402
 from qkvcache.kernels.triton_attend import attend_kernel  # noqa: E402
 from qkvcache.kernels.triton_attend_tiles import attend_tiles_kernel  # noqa: E402

@@ -126,14 +126,14 @@ def count_decoded_layers() -> Iterator[list[KeysOrValues]]:
 
 def count_fused(monkeypatch) -> list:
     """A list that grows by one with each launch of a fused attention kernel."""
-    from qkvcache.kernels import fused, launch
+    from qkvcache.kernels import plan, launch
 
-    calls, call = [], fused.Call
+    calls, call = [], plan.Plan
 
     def counted(*args):
         if not launch._AHEAD.on:  # then it compiles, and launches nothing
             calls.append(args[0].shape)
         return call(*args)
 
-    monkeypatch.setattr(fused, "Call", counted)
+    monkeypatch.setattr(plan, "Plan", counted)
     return calls

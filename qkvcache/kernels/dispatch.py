@@ -77,7 +77,7 @@ def load_ahead() -> None:
 
 
 def _import_kernels() -> None:
-    for name in ("triton_store", "fused"):
+    for name in ("triton_store", "plan"):
         importlib.import_module(f".{name}", __package__)
 
 
@@ -132,7 +132,7 @@ def compile_step(inputs: PagedInputs, query: Tensor, mask: Tensor | None, **opti
     with _module("launch").compiling_ahead():
         if launch := launch_of_step(inputs, (key, value)):
             launch((key, value))
-        _module("fused").attend_pages(query, inputs, mask, **options)
+        _module("plan").attend_pages(query, inputs, mask, **options)
 
 
 def fuses(module: str, inputs: PagedInputs, query: Tensor, *others: Any) -> bool:
@@ -201,7 +201,7 @@ def _attend_pages(
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attend_pages` in eager code, over the blocks that are chosen, if the inputs have a budget. `keys`: as of `select_blocks`."""
-    attend = _module("fused").attend_pages if by_kernel else attend_pages_in_torch
+    attend = _module("plan").attend_pages if by_kernel else attend_pages_in_torch
     if options.get("observed") is not None or not inputs.selects(query):
         return attend(query, inputs, mask, **options)
     choose = _module("triton_select_blocks").select_blocks if by_kernel else functools.partial(selecting.select_blocks, keys=keys)

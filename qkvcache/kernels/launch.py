@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache
-from operator import itemgetter
+from itertools import chain
+from operator import attrgetter, itemgetter, methodcaller
 from types import NoneType
 from typing import Any
 
@@ -53,7 +54,7 @@ _KINDS: dict[Any, int] = {}
 
 
 class Held:
-    """Arguments of launches, by name, whose tensors keep their addresses while this object is used."""
+    """Arguments of launches, by name: numbers, and tensors that keep their addresses while this object is used."""
 
     def __init__(self, **values: Any) -> None:
         self.values = values
@@ -61,7 +62,12 @@ class Held:
         self.addresses = tuple(map(_address_of, values.values()))
 
 
-NOTHING = Held()
+# Functions in C: they run for each launch of each layer.
+_kinds_of, _addresses_of, _dtype_of, _pointer_of = (
+    attrgetter("kinds"), attrgetter("addresses"), attrgetter("dtype"), methodcaller("data_ptr"),
+)  # fmt: skip
+_low_bits = (15).__and__
+"""What of an address decides whether it is aligned."""
 
 
 class _Ahead(threading.local):
@@ -95,62 +101,67 @@ class Launcher:
     Args:
         kernel: a function of `triton.jit`.
         device: where its tensors are.
-        given: names of the arguments of a call, in their order.
-        held: names of those that are `Held`; the kernel may lack some.
+        given: names of the arguments of a call, all of them tensors, in their order.
+        held: names of those in its groups of `Held` arguments, in the order of the groups; the kernel may lack some. Of several
+            arguments with a name, the first counts.
         fixed: all other arguments, and options; the kernel may lack some. Tensors among them keep their addresses.
     """
 
-    def __init__(self, kernel: Any, device: torch.device, given: Sequence[str], held: Sequence[str] = (), **fixed: Any) -> None:
+    def __init__(
+        self, kernel: Any, device: torch.device, given: Sequence[str], held: Sequence[str] = (), **fixed: Any
+    ) -> None:
         self.kernel, self.index = kernel, device.index if device.type == "cuda" else -1
-        self.given, self.names = tuple(given), [name for name in held if name in kernel.arg_names]
-        self.fixed = {name: x for name, x in fixed.items() if name in kernel.arg_names or name in OPTIONS}
+        self.given, self.taken = tuple(given), frozenset(kernel.arg_names)
+        self.fixed = {name: x for name, x in fixed.items() if name in self.taken or name in OPTIONS}
         constants = {name: x for name, x in self.fixed.items() if name not in OPTIONS}
         self.rest = tuple(map(_address_of, constants.values()))
-        at = {name: i for i, name in enumerate((*given, *held, *constants))}
+        names = *given, *held, *constants
+        at = {name: i for i, name in reversed([*enumerate(names)])}
         self.in_order = itemgetter(*(at[name] for name in kernel.arg_names))
         self.compiled: dict[Any, Any] = {}
         self.direct = _callable(kernel)
         self.variant = kernel, *(self.fixed.get(param.name) for param in getattr(kernel, "params", ()) if param.is_constexpr)
         """The kernel with its constants."""
 
-    def __call__(self, grid: tuple[int, int, int], *values: Any, held: Held = NOTHING) -> None:
+    def __call__(self, grid: tuple[int, int, int], *tensors: Tensor, held: Sequence[Held] = ()) -> None:
         """Launches the kernel on the current stream of its device."""
         if _AHEAD.on:
             if self.direct and self.variant not in _COMPILING:
-                _COMPILING[self.variant] = _pool().submit(self._compile, grid, self._named(values, held))
+                _COMPILING[self.variant] = _pool().submit(self._compile, grid, self._named(tensors, held))
             return
         if not self.direct:
             with torch.cuda.device(self.index):
-                self._launch(grid, values, held)
+                self._launch(grid, tensors, held)
             return
         current = driver.active.get_current_device()
         if current != self.index:
             with torch.cuda.device(self.index):
-                self(grid, *values, held=held)
+                self(grid, *tensors, held=held)
             return
-        try:
-            key = held.kinds, *map(kind_of, values)
-        except KeyError:
-            key = None
+        pointers = tuple(map(_pointer_of, tensors))
+        key = (*map(_kinds_of, held), *map(_dtype_of, tensors), *map(_low_bits, pointers))
         compiled = self.compiled.get(key)
         if compiled is None or _watched(self.kernel):
-            compiled = self._launch(grid, values, held)
-            if key is not None and compiled is not None:
+            compiled = self._launch(grid, tensors, held)
+            if compiled is not None:
                 self.compiled[key] = compiled
             return
         compiled.run(
             *grid, driver.active.get_current_stream(current), compiled.function, compiled.packed_metadata, None, None, None,
-            *self.in_order((*values, *held.addresses, *self.rest)),
+            *self.in_order((*pointers, *chain.from_iterable(map(_addresses_of, held)), *self.rest)),
         )  # fmt: skip
 
-    def _launch(self, grid: tuple[int, int, int], values: Sequence[Any], held: Held) -> Any:
+    def _launch(self, grid: tuple[int, int, int], tensors: Sequence[Tensor], held: Sequence[Held]) -> Any:
         """Launches the kernel as Triton does, which returns the compiled kernel."""
         if compiling := _COMPILING.pop(self.variant, None):
             wait([compiling])  # its errors are this launch's
-        return self.kernel[grid](**self._named(values, held), **self.fixed)
+        return self.kernel[grid](**self._named(tensors, held), **self.fixed)
 
-    def _named(self, values: Sequence[Any], held: Held) -> dict[str, Any]:
-        return dict(zip(self.given, values, strict=True)) | {name: held.values[name] for name in self.names}
+    def _named(self, tensors: Sequence[Tensor], held: Sequence[Held]) -> dict[str, Any]:
+        named: dict[str, Any] = {}
+        for group in reversed(held):
+            named |= {name: x for name, x in group.values.items() if name in self.taken}
+        return named | dict(zip(self.given, tensors, strict=True))
 
     def _compile(self, grid: tuple[int, int, int], named: dict[str, Any]) -> None:
         """Compiles the kernel, and the code that launches it, of which Triton keeps both. Calls no CUDA but what says the device: a graph

@@ -521,15 +521,16 @@ def rows_of_part(
 # What changes from step to step, or call to call, must not compile the kernel anew.
 @triton.jit(
     do_not_specialize=[
-        "scaling", "softcap", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "room", "before", "splits", "skip",
-        "branches", "table_b", "table_h", "rows_b", "lengths_b", "lengths_h", "mask_b", "mask_h", "mask_q", "mask_t",
+        "scaling", "softcap", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "room", "entries", "before",
+        "splits", "skip", "branches", "table_b", "table_h", "rows_b", "lengths_b", "lengths_h", "mask_b", "mask_h", "mask_q", "mask_t",
     ]
 )  # fmt: skip
 def attend_kernel(
-    query, region_query, rotation, signs, table, rows, lengths, items, firsts, blocks, read, k_planes, v_planes, exact, mask, part, maxima,
-    sums, weights, tops,
+    query, region_query, rotation, signs, table, rows, lengths, items, firsts, blocks, read, k_planes, v_planes, exact, mask, part,
+    weights, tops,
     query_b, query_h, query_q, table_b, table_h, rows_b, lengths_b, lengths_h, exact_strides, mean_strides, mask_b, mask_h, mask_q, mask_t,
-    scaling, softcap, n_sinks, n_quantized, n_residual, least, heads, queries, room, before, splits, skip, branches,
+    scaling, softcap, n_sinks, n_quantized, n_residual, least, heads, queries, room, entries, before, splits, skip,
+    branches,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
     TX: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr, COUNTED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
     k_strides: tl.constexpr, v_strides: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
@@ -563,12 +564,13 @@ def attend_kernel(
                    COUNTED
     exact_strides  over rows, heads and tokens, for each of the four
     mask           uint8 (0: hidden) or additive, [B, H * G, queries, columns]: mask_b, mask_h, mask_q, mask_t; MASK as of `_masked`
-    part           fp32 [B * H, blocks, splits, R, DV]; maxima, sums fp32 [B * H, blocks, splits, R]; contiguous
+    part           fp32, contiguous: outputs [B * H, blocks, splits, R, DV], then their maxima [B * H, blocks, splits, R], then their
+                   normalisers likewise; entries   query rows of them, of all launches
     weights, tops  scratch [B * H, blocks, slots or grains, ATTENTION_SUMS], `triton_sum_splits.py`; ATTENTION_SUMS 0: none
     scaling, softcap   factor and cap of scores
     n_sinks, n_quantized, n_residual   tokens, the same for all rows; COUNTED: slots of sinks and of a ring, and a bound on quantized tokens
     least          of a split, in tokens: a multiple of T          TX       exact tokens of a tile
-    before, splits   of other launches before those of this one in `part`, `maxima` and `sums`, and of all
+    before, splits   of other launches before those of this one in `part`, and of all
     skip           tokens at the beginning of pages that another launch reads, a multiple of T, unless ITEMS
     branches       with PANEL, each row is read once for `branches` rows of the batch, whose queries follow one another: row by row, of
                    `queries` in all. Results go where another launch has those of these rows, in blocks of PANEL query rows; 0: where its
@@ -723,5 +725,6 @@ def attend_kernel(
                     tl.minimum(high - at, T),
                 )  # fmt: skip
         m, l = _store_region(out, rows_out, state, live, V, DV, VW, VT)
-    tl.store(maxima + entry + rows_out, m, mask=live)
-    tl.store(sums + entry + rows_out, l, mask=live)
+    maxima = part + (entries.to(tl.int64) * DV + entry)
+    tl.store(maxima + rows_out, m, mask=live)
+    tl.store(maxima + entries + rows_out, l, mask=live)

@@ -22,9 +22,10 @@ from torch import Tensor
 from ..formats.base import Codec, PackedLayout
 from ..formats.rotation import rotation_block
 from .attend_latents import LEAST_SAVED
-from .fused import OF_INPUTS, OF_REDUCE, Arguments, Launch, architecture, held, split
-from .launch import Launcher
+from .fused import Launch, architecture, split
+from .launch import Held, Launcher
 from .pages import LEAST_SPLIT, SINKS, PagedInputs
+from .plan import OF_INPUTS, OF_LAYER, Kind, Layer, held_of, layer_of
 from .segments import layout_of
 from .triton_attend import LOG2E, _exact_columns, _hides, _tiles_of_split, head_of, page_of
 from .triton_attend_tiles import _absorb, _norm, _page_of_tile, _power, _shown, _stored, _tile, _token_of
@@ -109,7 +110,7 @@ def query_kernel(
     ]
 )  # fmt: skip
 def attend_latents_kernel(
-    query, q_latent, q_rope, factors, table, chosen, counts, rows, lengths, k_planes, v_planes, exact, mask, part, maxima, sums,
+    query, q_latent, q_rope, factors, table, chosen, counts, rows, lengths, k_planes, v_planes, exact, mask, part,
     query_b, query_h, query_q, table_b, rows_b, lengths_b, exact_strides, mask_b, mask_q, mask_t,
     scaling, n_sinks, n_quantized, n_residual, least, queries,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, P: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
@@ -120,7 +121,7 @@ def attend_latents_kernel(
     """Attention of `queries` queries of G heads over sinks, quantized tokens in pages and a residual (`pages.PagedInputs`), split over
     programs. Grid (splits, blocks of R query rows, B); with EXACT, split 0 is that of the exact tokens. Strides are in elements. Channels
     are contiguous. Query row `r` is query `r % queries` of head `r // queries`. With CHOSEN, 1, each query reads tokens of its own: the
-    grid is (splits, blocks of R heads, B * queries), and `part`, `maxima` and `sums` have B * queries for B.
+    grid is (splits, blocks of R heads, B * queries), and `part` has B * queries for B.
 
     query          [B, G, queries, D + P] model dtype: query_b, query_h, query_q
     q_latent       fp16 [B, G * queries, D], q_rope fp16 [B, G * queries, P], contiguous: rotated as stored, in the order of tiles
@@ -130,7 +131,8 @@ def attend_latents_kernel(
     chosen         int32 [B * queries, N], read if CHOSEN: indices in pages of the tokens of a query; `table` has the entries of their
                    pages, and table_b is N; counts, int32 [B * queries]: how many there are
     mask           uint8 (0: hidden) [B, columns], with CHOSEN [B, queries, columns], read if MASK: mask_b, mask_q, mask_t
-    part           fp32 [B, blocks, splits, R, D]; maxima, sums fp32 [B, blocks, splits, R]; contiguous
+    part           fp32, contiguous: outputs [B, blocks, splits, R, D], then their maxima [B, blocks, splits, R], then their normalisers
+                   likewise
     scaling        factor of scores, to base 2
     n_sinks, n_quantized, n_residual   tokens, the same for all rows; COUNTED: slots of sinks and of a ring, and a bound
     least          of a split, in tokens: a multiple of T
@@ -236,8 +238,9 @@ def attend_latents_kernel(
         place = d // 2 % PER * WORDS + word  # plane after plane, as `reduce_kernel` reads them
         tl.store(out + place[None, :], acc * (unit * (unit_of(K) / _power(K))), mask=live[:, None])
     entry = (panel * splits + split) * R + tl.arange(0, R)
-    tl.store(maxima + entry, m)
-    tl.store(sums + entry, l)
+    entries = tl.num_programs(2).to(tl.int64) * tl.num_programs(1) * (splits * R)
+    tl.store(part + (entries * D + entry), m)
+    tl.store(part + (entries * (D + 1) + entry), l)
 
 
 def launched(arch: int, rows: int) -> Launch:
@@ -333,8 +336,9 @@ def attend_latent_pages(
 ) -> Tensor:
     """Run `attend_latents.attend_latent_pages` in one pass over the codes; with `chosen`, the most tokens that a query sees under the mask,
     over those that it sees."""
-    args, (batch, heads, queries, _), device = Arguments.of(inputs), query.shape, query.device
-    (sinks, region, ring), rank, rope = inputs.slots, args.constants["D"], args.constants["DV"]
+    layer, (batch, heads, queries, _), device = layer_of(inputs), query.shape, query.device
+    kind, (sinks, region, ring) = layer.kind, inputs.slots
+    rank, rope, empty = kind.constants["D"], kind.constants["DV"], kind.empty
     arch, processors = architecture(device)
     rows, base2, exact, gathers = heads * queries, float(scaling * LOG2E.value), int(sinks + ring > 0), _gathers(inputs, mask, chosen)
     launch = launched(arch, heads if gathers else rows)
@@ -346,14 +350,16 @@ def attend_latent_pages(
     flat = query.reshape(batch * rows, rank + rope)
     turned = _turned(inputs.pages.key, flat[:, :rank])
     key = "latents", query.shape, mask is None, causal, exact, gathers, launch
-    if key not in args.plans:
-        args.plans[key] = LatentPlan(args, *key[1:])
-    plan = args.plans[key]
+    if key not in kind.launches:
+        kind.launches[key] = LatentLaunches(kind, *key[1:])
+    launches: LatentLaunches = kind.launches[key]
+    means = _means(layer, inputs, queries if gathers else 1)
     latent, rotated = (torch.empty(batch * rows, dim, dtype=torch.float16, device=device) for dim in (rank, rope))
     factors = torch.empty(batch * rows, 3, dtype=torch.float32, device=device)
-    plan.queries((batch * rows, 1, 1), turned, flat, latent, rotated, factors, turned.stride(0), flat.stride(0), base2)
+    strides = Held(latent_stride=turned.stride(0), query_stride=flat.stride(0), scaling=base2)
+    launches.queries((batch * rows, 1, 1), turned, flat, latent, rotated, factors, held=(strides, means))
 
-    table, table_b, index, counts = inputs.pages.table, inputs.pages.strides[0], args.empty, args.empty
+    (table_b, *_), table, index, counts = inputs.pages.strides, inputs.pages.table, empty, empty
     if gathers:
         index, table, counts = chosen_tokens(inputs, mask, queries, chosen)  # type: ignore[arg-type]
         table_b = index.shape[1]
@@ -363,21 +369,34 @@ def attend_latent_pages(
         max(split(min(region, table_b) if gathers else region, panels, launch.tile, processors + panels) if region else 0, 1 - exact)
         + exact
     )
-    part = torch.empty(panels * splits * launch.rows * (rank + 2), dtype=torch.float32, device=device)
-    maxima = part[panels * splits * launch.rows * rank :]
-    partial = part, maxima, maxima[panels * splits * launch.rows :]
-    shown, mask_strides = args.empty, (0, 0, 0)
+    entries = panels * splits * launch.rows
+    part = torch.empty(entries * (rank + 2), dtype=torch.float32, device=device)
+    shown, mask_strides = empty, (0, 0, 0)
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())].expand(batch, 1, -1, sum(inputs.slots) if mask.shape[-1] == 1 else -1)
         shown, mask_strides = mask.view(torch.uint8), (mask.stride(0), mask.stride(2), mask.stride(3))
-    plan.attend(
-        (splits, blocks, groups), query, latent, rotated, factors, table, index, counts, shown, *partial, *query.stride()[:3], table_b,
-        *mask_strides, base2, region, held=held(inputs, args.empty),
+    query_strides = query.stride()
+    call = Held(
+        query_b=query_strides[0], query_h=query_strides[1], query_q=query_strides[2], table_b=table_b, mask_b=mask_strides[0],
+        mask_q=mask_strides[1], mask_t=mask_strides[2], scaling=base2, n_quantized=region,
     )  # fmt: skip
-    out = query.new_empty_strided((batch, heads, queries, rank), plan.out_strides)
+    held = call, layer.held, held_of(inputs, empty)
+    launches.attend((splits, blocks, groups), query, latent, rotated, factors, table, index, counts, shown, part, held=held)
+    out = query.new_empty_strided((batch, heads, queries, rank), launches.out_strides)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
-    plan.reduce(plan.reduce_grid, *partial, args.empty, args.empty, out, lse, splits)
+    join = Held(splits=splits, entries=entries)
+    launches.reduce(launches.reduce_grid, part, empty, empty, out, lse, held=(join, means))
     return out
+
+
+def _means(layer: Layer, inputs: PagedInputs, queries: int) -> Held:
+    """The mean of latents; where each of several queries is a row of its own, with the mean of its row."""
+    key = "means", queries
+    if key not in inputs.launches:
+        mean, (mean_b, mean_h) = layer.held.values["k_planes"][3], layer.held.values["mean_strides"]
+        center = mean.repeat_interleave(queries, 0) if mean_b and queries > 1 else mean
+        inputs.launches[key] = Held(mean=mean, mean_b=mean_b, center=center, center_b=mean_b, center_h=mean_h)
+    return inputs.launches[key]
 
 
 def chosen_tokens(inputs: PagedInputs, mask: Tensor, queries: int, chosen: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -396,41 +415,40 @@ def chosen_tokens(inputs: PagedInputs, mask: Tensor, queries: int, chosen: int) 
     return index.int().flatten(0, 1), entries.flatten(0, 1), shown.sum(-1, dtype=torch.int32).flatten()
 
 
-OF_QUERIES = "latent", "query", "q_latent", "q_rope", "factors", "latent_stride", "query_stride", "scaling"
-OF_LATENTS = (
-    "query", "q_latent", "q_rope", "factors", "table", "chosen", "counts", "mask", "part", "maxima", "sums", "query_b", "query_h",
-    "query_q", "table_b", "mask_b", "mask_q", "mask_t", "scaling", "n_quantized",
-)  # fmt: skip
+OF_MEANS = "mean", "mean_b", "center", "center_b", "center_h"
+OF_LATENTS = "query_b", "query_h", "query_q", "table_b", "mask_b", "mask_q", "mask_t", "scaling", "n_quantized"
 
 
-class LatentPlan:
-    """The launches of attention calls of one shape, `[B, Hq, Q, R + P]`."""
+class LatentLaunches:
+    """The kernels of attention calls of one shape, `[B, Hq, Q, R + P]`, with all constants."""
 
-    def __init__(self, args: Arguments, shape: torch.Size, unmasked: bool, causal: bool, exact: int, gathers: bool, launch: Launch) -> None:
-        (batch, heads, queries, _), device, use = shape, args.empty.device, args.use
-        rank, rope, rows, mean = args.constants["D"], args.constants["DV"], heads * queries, args.planes[0][3]
+    def __init__(self, kind: Kind, shape: torch.Size, unmasked: bool, causal: bool, exact: int, gathers: bool, launch: Launch) -> None:
+        (batch, heads, queries, _), device, use = shape, kind.empty.device, kind.use
+        rank, rope, rows = kind.constants["D"], kind.constants["DV"], heads * queries
         latent_unit, rope_unit = _units((use.key, use.value))
         self.queries = Launcher(
-            query_kernel, device, OF_QUERIES, order=_order(use.key, rank, device), rope_order=_order(use.value, rope, device), mean=mean,
-            mean_b=args.means[0][0], rows=rows, latent_unit=latent_unit, rope_unit=rope_unit, D=rank, P=rope, CENTERED=use.key.centered,
-            num_warps=1,
+            query_kernel, device, ("latent", "query", "q_latent", "q_rope", "factors"),
+            ("latent_stride", "query_stride", "scaling", *OF_MEANS), order=_order(use.key, rank, device),
+            rope_order=_order(use.value, rope, device), rows=rows, latent_unit=latent_unit, rope_unit=rope_unit, D=rank, P=rope,
+            CENTERED=use.key.centered, num_warps=1,
         )  # fmt: skip
-        shared = args.constants | {"G": heads, "R": launch.rows, "EXACT": bool(exact), "queries": queries}
+        shared = kind.constants | {"G": heads, "R": launch.rows, "EXACT": bool(exact), "queries": queries}
+        given = "query", "q_latent", "q_rope", "factors", "table", "chosen", "counts", "mask", "part"
         self.attend = Launcher(
-            attend_latents_kernel, device, OF_LATENTS, OF_INPUTS, **shared | {"TX": launch.tile // 2}, k_planes=args.planes[0],
-            v_planes=args.planes[1], least=LEAST_SPLIT, P=rope, T=launch.tile, MASK=not unmasked, CAUSAL=causal and queries > 1,
-            ARCH=architecture(device)[0], CHOSEN=int(gathers), num_warps=launch.warps, num_stages=1,
+            attend_latents_kernel, device, given, (*OF_LATENTS, *OF_LAYER, *OF_INPUTS), **shared | {"TX": launch.tile // 2},
+            least=LEAST_SPLIT, P=rope, T=launch.tile, MASK=not unmasked, CAUSAL=causal and queries > 1, ARCH=architecture(device)[0],
+            CHOSEN=int(gathers), num_warps=launch.warps, num_stages=1,
         )  # fmt: skip
         block = rotation_block(rank) if use.key.rotated else 1
         columns = rank if use.key.rotated else 32
         self.out_strides = heads * queries * rank, rank, heads * rank, 1
         strides = dict(zip(("out_stride_b", "out_stride_h", "out_stride_q"), self.out_strides, strict=False))
-        if gathers:  # each query is a row of its own, with the mean of its row
-            mean = mean.expand(batch, *mean.shape[1:]).repeat_interleave(queries, 0) if args.means[0][0] else mean
+        if gathers:  # each query is a row of its own
             batch, queries, rows, strides["out_stride_b"] = batch * queries, 1, heads, heads * rank
         self.reduce_grid = rows, batch, rank // columns
         self.reduce = Launcher(
-            reduce_kernel, device, OF_REDUCE, **shared | {"V": use.key, "DV": rank, "queries": queries}, C=columns, S=32, SINKS=False,
-            ITEMS=False, TURN=block**-0.5, STAGES=block.bit_length() - 1, signs=use.signs, center=mean, center_b=args.means[0][0],
-            center_h=args.means[0][1], blocks=-(-rows // launch.rows), heads=1, num_warps=4 if use.key.rotated else 1, **strides,
+            reduce_kernel, device, ("part", "firsts", "sinks", "out", "lse"), ("splits", "entries", *OF_MEANS),
+            **shared | {"V": use.key, "DV": rank, "queries": queries}, C=columns, S=32, SINKS=False, ITEMS=False, TURN=block**-0.5,
+            STAGES=block.bit_length() - 1, signs=use.signs, blocks=-(-rows // launch.rows), heads=1,
+            num_warps=4 if use.key.rotated else 1, **strides,
         )  # fmt: skip

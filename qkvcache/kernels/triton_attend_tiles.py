@@ -321,14 +321,15 @@ def _queries(
 # What changes from step to step, or call to call, must not compile the kernel anew.
 @triton.jit(
     do_not_specialize=[
-        "scaling", "softcap", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "room", "before", "splits", "branches",
+        "scaling", "softcap", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "room", "entries", "before", "splits",
+        "branches",
         "table_b", "table_h", "rows_b", "lengths_b", "mask_b", "mask_t",
     ]
 )  # fmt: skip
 def attend_tiles_kernel(
-    query, rotation, table, rows, lengths, blocks, read, k_planes, v_planes, exact, mask, part, maxima, sums,
+    query, rotation, table, rows, lengths, blocks, read, k_planes, v_planes, exact, mask, part,
     query_b, query_h, query_q, table_b, table_h, rows_b, lengths_b, exact_strides, mean_strides, mask_b, mask_t, scaling, softcap,
-    n_sinks, n_quantized, n_residual, least, heads, queries, room, before, splits, branches,
+    n_sinks, n_quantized, n_residual, least, heads, queries, room, entries, before, splits, branches,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
     PAGE: tl.constexpr, BASE: tl.constexpr, COUNTED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, k_strides: tl.constexpr,
     v_strides: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
@@ -345,7 +346,7 @@ def attend_tiles_kernel(
     table, rows, lengths, blocks, read, k_planes, v_planes, k_strides, v_strides, exact, exact_strides   as of `attend_kernel`;
                    COUNTED: rows begin with the first token of their pages, and the rings of row `b` are row `b` of the residual
     mask           uint8 (0: hidden) [B, columns], read if MASK: mask_b, mask_t
-    part           fp32 [B * H, blocks, splits, R, DV]; maxima, sums fp32 [B * H, blocks, splits, R]; contiguous
+    part, entries  as of `attend_kernel`
     scaling, softcap   factor and cap of scores
     n_sinks, n_quantized, n_residual   tokens, the same for all rows; COUNTED: slots of sinks and of a ring, and a bound
     least          of a split, in tokens: a multiple of T
@@ -450,5 +451,6 @@ def attend_tiles_kernel(
         if not SOFTCAP:
             m += q_center
         tl.store(out, _plane_by_plane(V, acc * (unit * (unit_of(V) / _power(V)))), mask=live[:, None])
-    tl.store(maxima + entry + rows_out, m, mask=live)
-    tl.store(sums + entry + rows_out, l, mask=live)
+    maxima = part + (entries.to(tl.int64) * DV + entry)
+    tl.store(maxima + rows_out, m, mask=live)
+    tl.store(maxima + entries + rows_out, l, mask=live)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..formats.base import Codes
 from .fetch_blocks import cache_of, over_slots
-from .launch import Launcher
+from .launch import Held, Launcher
 from .pages import BLOCK, PagedInputs, Pages, Selection
 
 PROGRAMS = 32
@@ -179,8 +179,8 @@ def _named(sides: tuple[Codes, Codes]) -> Codes:
     return {f"{side} {name}": plane for side, planes in enumerate(sides) for name, plane in planes.items()}
 
 
-OF_PLACES = "blocks", "read", "lengths", "entries", "missing", "counts", "room", "n_quantized", "lengths_b"
-OF_COPIES = "blocks", "pages", "missing", "counts", "entries", "room"
+OF_PLACES = "blocks", "read", "lengths", "entries", "missing", "counts"
+OF_COPIES = "blocks", "pages", "missing", "counts", "entries"
 
 
 def fetch_blocks(inputs: PagedInputs, selection: Selection) -> PagedInputs:
@@ -197,18 +197,17 @@ def fetch_blocks(inputs: PagedInputs, selection: Selection) -> PagedInputs:
         table = selection.entries if index is None else index.table
         of_pages = {"PAGE": pages.page_size, "BASE": pages.firsts[0], "index": table, "index_b": table.stride(0), "num_warps": 2}
         cache.launches[counted, most] = (
-            Launcher(place_blocks_kernel, device, OF_PLACES, **fixed | sizes),
-            Launcher(copy_blocks_kernel, device, OF_COPIES, **planes | fixed | sizes | of_pages),
+            Launcher(place_blocks_kernel, device, OF_PLACES, ("room", "n_quantized", "lengths_b"), **fixed | sizes),
+            Launcher(copy_blocks_kernel, device, OF_COPIES, ("room",), **planes | fixed | sizes | of_pages),
         )
     place, copy = cache.launches[counted, most]
     entries, missing = torch.empty_like(selection.entries), torch.empty_like(selection.blocks)
     counts = torch.empty_like(selection.lengths)
     lengths: Tensor = pages.lengths if counted else selection.lengths  # type: ignore[assignment]
-    place(
-        (batch * heads, 1, 1), selection.blocks, selection.lengths, lengths, entries, missing, counts, room, inputs.max_length,
-        lengths.stride(0),
-    )  # fmt: skip
-    copy((min(room, PROGRAMS), batch * heads, 1), selection.blocks, selection.entries, missing, counts, entries, room)
+    numbers = Held(room=room, n_quantized=inputs.max_length, lengths_b=lengths.stride(0))
+    place((batch * heads, 1, 1), selection.blocks, selection.lengths, lengths, entries, missing, counts, held=(numbers,))
+    grid = min(room, PROGRAMS), batch * heads, 1
+    copy(grid, selection.blocks, selection.entries, missing, counts, entries, held=(Held(room=room),))
     return over_slots(inputs, replace(selection, entries=entries))
 
 

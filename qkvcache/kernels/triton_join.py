@@ -16,9 +16,9 @@ def _hadamard_stage(x, N: tl.constexpr, WIDTH: tl.constexpr):
     return tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 2, 1)), [N])
 
 
-@triton.jit(do_not_specialize=["splits", "blocks", "heads", "queries", "center_b", "center_h"])
+@triton.jit(do_not_specialize=["splits", "blocks", "heads", "queries", "entries", "center_b", "center_h"])
 def reduce_kernel(
-    part, maxima, sums, firsts, sinks, signs, center, out, lse, out_stride_b, out_stride_h, out_stride_q, splits, blocks, heads, queries,
+    part, firsts, sinks, signs, center, out, lse, out_stride_b, out_stride_h, out_stride_q, splits, blocks, heads, queries, entries,
     center_b, center_h,
     V: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, SINKS: tl.constexpr,
     EXACT: tl.constexpr, TURN: tl.constexpr, STAGES: tl.constexpr, ITEMS: tl.constexpr,
@@ -26,11 +26,11 @@ def reduce_kernel(
     """Joins splits, adds the mean of values, rotates back what was stored rotated, and divides by the normaliser. Grid (G * queries, B * H,
     blocks of C channels): one query row each.
 
-    part       fp32 [B * H, blocks, splits, R, DV], contiguous. With EXACT, split 0 is that of exact tokens, its channels in order; the
-               others have channels plane after plane (`unpack`), rotated if V.rotated
-    maxima     fp32 [B * H, blocks, splits, R]: maxima of scores, to base 2; sums the same: normalisers relative to them
-    firsts     int32 [B + 1], `pages.Splits.firsts`; read if ITEMS: `splits` are then those of all rows, and the first dimension of part,
-               maxima and sums is H
+    part       fp32, contiguous: outputs [B * H, blocks, splits, R, DV]; then the maxima of their scores, to base 2, [B * H, blocks, splits,
+               R]; then their normalisers, relative to these, likewise; `entries` query rows of them. With EXACT, split 0 is that of exact
+               tokens, its channels in order; the others have channels plane after plane (`unpack`), rotated if V.rotated
+    firsts     int32 [B + 1], `pages.Splits.firsts`; read if ITEMS: `splits` are then those of all rows, and the first dimension of
+               outputs, maxima and normalisers is H
     sinks      [H * G]: a logit for each query head; read if SINKS
     signs      fp32 [DV], read if V.rotated
     center     fp32 [B, H, DV], read if V.centered: center_b, center_h
@@ -43,6 +43,8 @@ def reduce_kernel(
     bh = tl.program_id(1)
     b = bh // heads
     head = (bh % heads) * G + row // queries
+    maxima = part + entries.to(tl.int64) * DV
+    sums = maxima + entries
     base = (bh * blocks + row // R).to(tl.int64) * splits
     if ITEMS:
         first = tl.load(firsts + b)

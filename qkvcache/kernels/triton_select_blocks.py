@@ -15,9 +15,10 @@ from torch import Tensor
 from ..formats.base import PackedLayout
 from . import select_blocks as reference
 from .attend import Options
-from .fused import OF_INPUTS, Arguments, Call, _strides, architecture
-from .launch import Launcher
-from .pages import BLOCK, WHOLE, PagedInputs, Pages, Selection
+from .fused import architecture
+from .launch import Held, Launcher
+from .pages import BLOCK, WHOLE, AttentionBudget, PagedInputs, Pages, Selection
+from .plan import OF_CALL, OF_INPUTS, Layer, Plan, held_of, layer_of, plane_strides
 from .segments import planes_of
 from .triton_attend import _hides, entry_of, head_of, key_scores, page_of, query_planes, words_of_tile
 from .triton_math import MASKED_SCORE, exp2, log2
@@ -181,72 +182,73 @@ def stages_of(layout: PackedLayout) -> int:
     return 2 if layout.bits <= 4 else 3
 
 
-def _keys(args: Arguments, pages: Pages) -> dict[str, Any]:
-    """The layout, planes and strides of keys that choose blocks: of the upper halves of codes, where they have a plane of their own, and of
-    the index, where the pages lie in host memory."""
-    layout, planes, strides = args.use.key, args.planes[0], args.constants["k_strides"]
+def _keys(layer: Layer, pages: Pages) -> tuple[Held, dict[str, Any]]:
+    """The planes of keys that choose blocks, and their layout and strides: of the upper halves of codes, where they have a plane of their
+    own, and of the index, where the pages lie in host memory."""
+    kind = layer.kind
+    layout, planes, strides = kind.use.key, layer.held.values["k_planes"], kind.constants["k_strides"]
     upper = layout.upper or layout
     if pages.index is not None:
         planes = *planes_of(upper, pages.index.planes[0] | pages.statistics[0]), *planes[3:]
-        strides = _strides(planes[:4], args.constants["K_ONCE"])[:6]
+        strides = plane_strides(planes[:4], kind.constants["K_ONCE"])[:6]
     elif upper is not layout:
         (low, high, *others), strides = planes, (*strides[2:4], *strides[:2], *strides[4:])
         planes = high, low, *others
-    return {"K": upper, "k_planes": planes, "k_strides": strides, "num_stages": stages_of(upper)}
+    table, means = (pages.index or pages).table, layer.held.values["mean_strides"]
+    held = Held(k_planes=planes, mean_strides=means, table=table, table_b=table.stride(0))
+    return held, {"K": upper, "k_strides": strides, "num_stages": stages_of(upper)}
 
 
 def select_blocks(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, **options: Unpack[Options]) -> Selection:
     """Run `select_blocks.select_blocks` on the device."""
-    pages, budget, room, device = inputs.pages, inputs.budget, -(-inputs.max_length // BLOCK), query.device
-    heads, chosen, arch = inputs.ring[0].shape[1], budget.blocks(room), architecture(device)[0]  # type: ignore[union-attr]
+    pages, room, device = inputs.pages, -(-inputs.max_length // BLOCK), query.device
+    budget: AttentionBudget = inputs.budget  # type: ignore[assignment]
+    heads, chosen, arch = inputs.ring[0].shape[1], budget.blocks(room), architecture(device)[0]
     shape, rows = (len(query), heads, chosen), query.shape[1] // heads * min(query.shape[2], reference.SAMPLED)
     scores = torch.empty(len(query) * heads * room * rows, dtype=torch.float32, device=device)
     numbers = torch.empty(shape, dtype=torch.int32, device=device), torch.empty(shape, dtype=pages.table.dtype, device=device)
     selection = Selection(*numbers, torch.empty(shape[:2], dtype=torch.int32, device=device))
-    call = _score(reference.sampled(query), inputs, None if mask is None else reference.sampled(mask), options, scores, rows)
+    limits = {"n_quantized": inputs.max_length, "tokens": budget.tokens, "share": budget.share, "room": room}
+    _score(reference.sampled(query), inputs, None if mask is None else reference.sampled(mask), options, scores, rows, limits)
     choose = _choosing(device, max(triton.next_power_of_2(room), 32), pages.page_size, inputs.rows is not None, arch)
-    choose(
-        (len(query) * heads, 1, 1), scores, pages.table, *numbers, selection.lengths, pages.table.stride(0), inputs.max_length,
-        budget.tokens, budget.share, heads, rows, room, chosen, held=call.held,  # type: ignore[union-attr]
-    )  # fmt: skip
+    sizes = Held(heads=heads, queries=rows, chosen_room=chosen, **limits)
+    held = sizes, held_of(inputs, layer_of(inputs).kind.empty)
+    choose((len(query) * heads, 1, 1), scores, *numbers, selection.lengths, held=held)
     return selection
 
 
-def _score(query: Tensor, inputs: PagedInputs, mask: Tensor | None, options: Options, scores: Tensor, rows: int) -> Call:
+def _score(
+    query: Tensor, inputs: PagedInputs, mask: Tensor | None, options: Options, scores: Tensor, rows: int, limits: dict[str, int]
+) -> None:
     """A launch of `score_blocks_kernel`."""
-    splits, budget = inputs.splits, inputs.budget
-    call = Call(query, mask, inputs, options, None, splits)
-    plan, args, table = call.plan, call.args, (inputs.pages.index or inputs.pages).table
+    splits, layer = inputs.splits, layer_of(inputs)
+    plan = Plan(query, inputs, mask, options, None, splits)
+    launches = plan.launches
     arch, processors = architecture(query.device)
-    panels, small = plan.batch * plan.heads, 8 if rows <= 8 and (arch or query.device.type == "cpu") else 16
+    panels, small = launches.batch * launches.heads, 8 if rows <= 8 and (arch or query.device.type == "cpu") else 16
     row_blocks = -(-rows // small)
     parts = min(max(processors * PROGRAMS // (panels * row_blocks), 1), -(-inputs.max_length // LEAST_SPLIT))
-    score = plan.score
-    if score is None:
+    key = "index" if inputs.pages.index is not None else "keys"
+    if key not in inputs.launches:
+        inputs.launches[key] = _keys(layer, inputs.pages)
+    keys, constants = inputs.launches[key]
+    if key not in launches.others:
         sizes = {"R": small, "T": TILE, "BLOCK": BLOCK, "num_warps": 1}
-        score = plan.score = Launcher(
-            score_blocks_kernel, query.device, OF_SCORES, OF_INPUTS, **plan.fixed | _keys(args, inputs.pages) | sizes
-        )
-    score(
-        (parts, row_blocks, panels) if splits is None else (len(splits.items), row_blocks, plan.heads), call.region_query,
-        args.empty if splits is None else splits.items, call.mask, scores, table, *call.query.stride()[:3], table.stride(0),
-        *call.mask_strides, call.scaling, call.softcap, inputs.max_length, budget.tokens, budget.share,  # type: ignore[union-attr]
-        -(-inputs.max_length // BLOCK), held=call.held,
-    )  # fmt: skip
-    return call
+        given, of = ("region_query", "scores"), (*OF_KEYS, *OF_LIMITS, *OF_INPUTS, *OF_CALL)
+        launches.others[key] = Launcher(score_blocks_kernel, query.device, given, of, **launches.fixed | constants | sizes)
+    grid = (parts, row_blocks, panels) if splits is None else (len(splits.items), row_blocks, launches.heads)
+    held = keys, Held(**limits), held_of(inputs, layer.kind.empty), plan.held
+    launches.others[key](grid, plan.rotated(query), scores, held=held)
 
 
-OF_SCORES = (
-    "region_query", "items", "mask", "scores", "table", "query_b", "query_h", "query_q", "table_b", "mask_b", "mask_h", "mask_q", "mask_t",
-    "scaling", "softcap", "n_quantized", "tokens", "share", "room",
-)  # fmt: skip
-OF_CHOICE = (
-    "scores", "table", "blocks", "entries", "read", "table_b", "n_quantized", "tokens", "share", "heads", "queries", "room", "chosen_room",
-)  # fmt: skip
+OF_KEYS = "k_planes", "mean_strides", "table", "table_b"
+OF_LIMITS = "n_quantized", "tokens", "share", "room"
+OF_CHOICE = "heads", "queries", "chosen_room", *OF_LIMITS
 
 
 @functools.lru_cache(maxsize=64)
 def _choosing(device: torch.device, blocks: int, page_size: int, counted: bool, arch: int) -> Launcher:
     """Launches of `choose_blocks_kernel` for up to `blocks` blocks."""
     constants = {"N": blocks, "PAGE": page_size, "COUNTED": counted, "ARCH": arch, "BITS": BITS, "BLOCK": BLOCK}
-    return Launcher(choose_blocks_kernel, device, OF_CHOICE, OF_INPUTS, **constants, num_warps=min(max(blocks // 256, 4), 32))
+    given, held = ("scores", "blocks", "entries", "read"), (*OF_CHOICE, *OF_INPUTS)
+    return Launcher(choose_blocks_kernel, device, given, held, **constants, num_warps=min(max(blocks // 256, 4), 32))

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launcher
+from .launch import Held, Launcher
 from .pages import PagedInputs, Pages
 from .segments import Pair
 from .triton_dequantize import known, load_vectors, padded, plane_arguments, side_of, store_vectors, table_of, tile, vectors
@@ -71,13 +71,22 @@ def launch_of_step(inputs: PagedInputs, x: Pair) -> Callable[[Pair], None]:
         for ring, sinks, side in zip(inputs.ring, inputs.sinks, planes, strict=True)
     )
     run = Launcher(
-        _step_kernel, x[0].device, ("new",), stored=stored, control=inputs.control, rows=rows, rows_b=rows.stride(0), table=pages.table,
-        table_b=pages.table.stride(0), sink_slots=inputs.sinks[0].shape[2], ring_slots=inputs.ring[0].shape[2], tokens=tokens, heads=heads,
-        batch=batch, num_warps=warps, **constants,
+        _step_kernel, x[0].device, ("key", "value"), ("new_strides",), stored=stored, control=inputs.control, rows=rows,
+        rows_b=rows.stride(0), table=pages.table, table_b=pages.table.stride(0), sink_slots=inputs.sinks[0].shape[2],
+        ring_slots=inputs.ring[0].shape[2], tokens=tokens, heads=heads, batch=batch, num_warps=warps, **constants,
     )  # fmt: skip
 
+    strides: dict[tuple, Held] = {}
+    """Arguments by the strides of new keys and values, which are the same in all steps but the first."""
+
     def launch(x: Pair) -> None:
-        run(grid, tuple((side, *side.stride()[:3]) for side in contiguous(x)))
+        key, value = x
+        given = key.stride(), value.stride()
+        if given not in strides:
+            if given[0][3] != 1 or given[1][3] != 1:
+                return launch(contiguous(x))
+            strides[given] = Held(new_strides=(given[0][:3], given[1][:3]))
+        run(grid, key, value, held=(strides[given],))
 
     return launch
 
@@ -122,13 +131,14 @@ def _quantize_kernel(
 
 @triton.jit(do_not_specialize=["rows_b", "table_b", "sink_slots", "ring_slots", "tokens", "heads", "batch"])
 def _step_kernel(
-    new, stored, control, rows, rows_b, table, table_b, sink_slots, ring_slots, tokens, heads, batch,
+    key, value, new_strides, stored, control, rows, rows_b, table, table_b, sink_slots, ring_slots, tokens, heads, batch,
     L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of ALONG tokens and ACROSS heads, B, 2): keys, values. Strides are in elements, of packed codes and high bits in words of
     16 bits.
 
-    new       keys [B, H, tokens, D[0]] model dtype, channels contiguous, with strides over the first three dimensions; then values
+    key       [B, H, tokens, D[0]] model dtype, channels contiguous; value [B, H, tokens, D[1]] likewise; new_strides: of both, over the
+              first three dimensions
     stored    of keys, then of values: the ring [B, H, ring_slots, D] model dtype, tokens contiguous, with strides over rows and heads; the
               sinks [B, H, sink_slots, D] likewise; planes of the first page, as of `_quantize_kernel`, as is L
     control   int32 [3], `pages.CONTROL`
@@ -155,7 +165,8 @@ def _step_kernel(
     page = tl.load(table + b * table_b + token // PAGE, mask=leaves, other=BASE).to(tl.int64) - BASE
     for i in tl.static_range(2):
         if tl.program_id(2) == i:
-            x, xb, xh, xt = new[i]
+            x = value if i else key
+            xb, xh, xt = new_strides[i]
             ring, rb, rh, sinks, fb, fh, planes = stored[i]
             place, x = ring + b * rb + h * rh + slot * D[i], x + (b * xb + h * xh)
             old = load_vectors(place, leaves & (rank < ring_slots), D[i])

@@ -12,7 +12,7 @@ import torch
 from qkvcache import continuous_batching
 from qkvcache.batching import layout, shares, step
 from qkvcache.formats import Int8
-from qkvcache.kernels import fused
+from qkvcache.kernels import plan
 from tests.matrix import model
 from tests.seeds import SEED
 
@@ -87,14 +87,14 @@ def test_answers_of_prompts_that_begin_alike(monkeypatch):
     monkeypatch.setattr(shares, "LEAST_SPARED", 1)
     network, (begin,), calls = model("llama", layers=2), prompts(130), []
     ids = [*(begin + more for more in prompts(20, 9, 40, seed=1)), *prompts(90, seed=2)]
-    real = fused.Call.__init__
+    real = plan.Plan.__init__
 
     def watched(self, query, mask, inputs, *args, **options):
         real(self, query, mask, inputs, *args, **options)
         if options.get("panel"):
             calls.append((len(query), self.items.items[:, 3].amax().item()))
 
-    monkeypatch.setattr(fused.Call, "__init__", watched)
+    monkeypatch.setattr(plan.Plan, "__init__", watched)
     zones = {"num_sink_tokens": 2, "residual_length": 4}
     with continuous_batching(network, Int8(center=False), **zones), serving(network, new=4, max_batch_tokens=200) as running:
         got = answers(running, ids)

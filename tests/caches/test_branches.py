@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qkvcache import CompressedCache
-from qkvcache.kernels import fused
+from qkvcache.kernels import fused, plan
 from tests.matrix import model
 from tests.reference import assert_close
 from tests.tolerance import turned
@@ -17,8 +17,8 @@ def shared(monkeypatch):
     """The shared tokens of each launch over them, with kernels."""
     monkeypatch.setattr(fused, "LEAST_SPARED", 1)
     monkeypatch.setattr(fused, "LEAST_SPLIT", 512)  # few programs to interpret
-    seen, call = [], fused._shared
-    monkeypatch.setattr(fused, "_shared", lambda query, mask, inputs, *rest: seen.append(inputs.shared) or call(query, mask, inputs, *rest))
+    seen, call = [], plan._shared
+    monkeypatch.setattr(plan, "_shared", lambda query, mask, inputs, *rest: seen.append(inputs.shared) or call(query, mask, inputs, *rest))
     return seen
 
 

@@ -16,7 +16,7 @@ from tests.matrix import FORMATS, slowly
 from tests.matrix import FORMATS as REGISTRY
 
 from .attention_inputs import build
-from .test_fused_attend import DEVICE, KINDS, apart, data, expect, fused, guarded, make, run, tolerance
+from .test_fused_attend import DEVICE, KINDS, apart, data, expect, fused, guarded, make, plan, run, tolerance
 from .test_step import holding
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about nan and infinity, in the interpreter
@@ -76,7 +76,7 @@ def test_chosen_blocks(format, masked, monkeypatch):
     read = replace(inputs, selection=select_blocks(query.float(), inputs, mask))
     assert fused.tiled(query, read, mask, {"causal": True})
     with guarded(monkeypatch):
-        out, lse, _ = fused.attend_pages(query, read, mask, causal=True)
+        out, lse, _ = plan.attend_pages(query, read, mask, causal=True)
     wanted, wanted_lse, _ = attend_in_torch(query.float(), read, mask, causal=True)
     limit = tolerance(format, query.dtype) + TWICE
     assert ((out.float() - wanted).norm() / wanted.norm()).item() <= limit
@@ -134,7 +134,7 @@ def test_tokens_counted_on_the_device(seen, monkeypatch):
     mask[1, ..., :40] = False
     assert attends_in_tiles(query, inputs, mask)
     with guarded(monkeypatch):
-        out = fused.attend_pages(query, inputs.paged, mask, causal=True)[0]
+        out = plan.attend_pages(query, inputs.paged, mask, causal=True)[0]
     wanted = attend(query.float(), store.attention_inputs(), mask[..., :seen], causal=True)
     assert ((out.float() - wanted).norm() / wanted.norm()).item() <= 4e-3
 

@@ -11,7 +11,7 @@ from tests.matrix import FORMATS, slowly
 from tests.matrix import FORMATS as REGISTRY
 
 from .paged_inputs import build
-from .test_fused_attend import BFLOAT16, DEVICE, data, fused, guarded, tolerance
+from .test_fused_attend import BFLOAT16, DEVICE, data, fused, guarded, plan, tolerance
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about nan and infinity, in the interpreter
 QUICK = ("identity", "int8_token", "nvfp4", "turboquant_4bit_nc", "hadaquant_k3v2")
@@ -30,7 +30,7 @@ def sharing(format: str, lengths: list[int], pages: int, branches: int = 0, **op
 
 def compare(monkeypatch, format: str, query, inputs: PagedInputs, mask=None, **options) -> None:
     with guarded(monkeypatch):
-        out, lse, _ = fused.attend_pages(query, inputs, mask, **options)
+        out, lse, _ = plan.attend_pages(query, inputs, mask, **options)
     wanted, wanted_lse, _ = attend_in_torch(query.float(), inputs, mask, **options)
     limit = tolerance(format, query.dtype) + 1e-3  # values that many rows share are rounded as they are dequantized
     assert out.isfinite().all() and out.dtype == query.dtype and out.shape == wanted.shape
@@ -42,14 +42,14 @@ def compare(monkeypatch, format: str, query, inputs: PagedInputs, mask=None, **o
 @pytest.fixture
 def shared_launches(monkeypatch) -> list[int]:
     """Query rows of the launches over shared tokens."""
-    seen, call = [], fused._shared
+    seen, call = [], plan._shared
 
     def spied(*args):
         shared = call(*args)
-        seen.append(shared.plan.groups * shared.plan.queries)
+        seen.append(shared.launches.groups * shared.launches.queries)
         return shared
 
-    monkeypatch.setattr(fused, "_shared", spied)
+    monkeypatch.setattr(plan, "_shared", spied)
     return seen
 
 
@@ -119,5 +119,5 @@ def test_what_is_read_for_each_row(given, shared_launches):
     given = {"queries": 1} | given
     queries, changes = given.pop("queries"), {name: given.pop(name) for name in ("shared", "branches") if name in given}
     inputs = sharing("int8", [70, 90], 1, ring=12, sinks=0).twin(**changes)
-    fused.attend_pages(data(2, 8, queries, 64), inputs, causal=queries > 1, **given)
+    plan.attend_pages(data(2, 8, queries, 64), inputs, causal=queries > 1, **given)
     assert not shared_launches

@@ -23,7 +23,7 @@ triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
     pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
 
-from qkvcache.kernels import fused  # noqa: E402
+from qkvcache.kernels import fused, plan  # noqa: E402
 from qkvcache.kernels.triton_unpack import offset_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about nan and infinity, in the interpreter
@@ -95,8 +95,8 @@ def guarded(monkeypatch):
         return whole[GUARD : GUARD + size.numel()].view(size)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fused.torch, "empty", guarded_empty)
-        patch.setattr(fused.torch, "empty_like", lambda x, dtype=None: guarded_empty(x.shape, dtype=dtype or x.dtype, device=x.device))
+        patch.setattr(plan.torch, "empty", guarded_empty)
+        patch.setattr(plan.torch, "empty_like", lambda x, dtype=None: guarded_empty(x.shape, dtype=dtype or x.dtype, device=x.device))
         patch.setattr(fused, "LEAST_SPLIT", 64)  # several splits, where few tokens would make one
         yield
     for whole in held:
@@ -106,7 +106,7 @@ def guarded(monkeypatch):
 def run(monkeypatch, query: Tensor, attention_inputs: AttentionInputs, *args, **kwargs) -> tuple[Tensor, Tensor]:
     assert fused.supports(attention_inputs.paged, query)
     with guarded(monkeypatch):
-        return fused.attend_pages(query, attention_inputs.paged, *args, **kwargs)[:2]
+        return plan.attend_pages(query, attention_inputs.paged, *args, **kwargs)[:2]
 
 
 def logsumexp(query: Tensor, attention_inputs: AttentionInputs, mask, *, scaling=None, causal=False, softcap=None, sinks=None) -> Tensor:
@@ -325,7 +325,7 @@ def test_causal_within_the_body(recent, monkeypatch):
     """Queries see each other through the exact recent tokens, and the body is not masked for them."""
     query, attention_inputs = make("int8", heads=1, queries=4, tokens=50, recent=recent, cuts=())
     with pytest.raises(ValueError, match="causal with 4 queries: their own tokens must be among the exact recent ones"):
-        fused.attend_pages(query, attention_inputs.paged, causal=True)
+        plan.attend_pages(query, attention_inputs.paged, causal=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, BFLOAT16, torch.float32])

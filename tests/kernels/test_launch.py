@@ -90,22 +90,22 @@ def patched(patch: pytest.MonkeyPatch) -> Gpu:
     return gpu
 
 
+NAMES = "pair", "n", "plain", "held", "many", "unused"
+
+
 def launcher() -> Launcher:
     kernel = jit.JITFunction(_kernel, do_not_specialize=["plain"])
-    return Launcher(kernel, DEVICE, ("pair", "n", "x", "plain"), ("held", "many", "unused"), FLAG=True, scale=0.5, num_warps=2, other=3)
+    return Launcher(kernel, DEVICE, ("x",), NAMES, FLAG=True, scale=0.5, num_warps=2, other=3)
 
 
-def held(shift: int = 0, *many: int) -> Held:
-    return Held(held=at(shift), many=many or (1, 32), unused=at(2))
-
-
-PLAIN = (at(0), 5), 7, at(0), 9
+def held(shift: int = 0, *many: int, pair: tuple = (), n: int = 7, plain: int = 9) -> tuple[Held, Held]:
+    return Held(pair=pair or (at(0), 5), n=n, plain=plain), Held(held=at(shift), many=many or (1, 32), unused=at(2))
 
 
 def test_later_launches_call_the_compiled_kernel(gpu):
     launch, arguments = launcher(), held()
     for _ in range(3):
-        launch(GRID, *PLAIN, held=arguments)
+        launch(GRID, at(0), held=arguments)
     assert gpu.by_triton == 1 and gpu.ran[0] == gpu.ran[1] == gpu.ran[2]
     _, grid, stream, values = gpu.ran[0]
     zero = BYTES.data_ptr() + OFFSET
@@ -124,10 +124,10 @@ def test_the_kernel_is_that_which_triton_chooses(calls):
     with pytest.MonkeyPatch.context() as patch:
         gpu, launch = patched(patch), launcher()
         for pair, n, x, plain, shift, many in calls:
-            arguments = held(shift, many, 16)
-            launch(GRID, pair, n, x, plain, held=arguments)
-            given = {"held": arguments.values["held"], "many": arguments.values["many"], "FLAG": True, "scale": 0.5, "num_warps": 2}
-            launch.kernel[GRID](pair=pair, n=n, x=x, plain=plain, **given)
+            arguments = held(shift, many, 16, pair=pair, n=n, plain=plain)
+            launch(GRID, x, held=arguments)
+            named = arguments[0].values | {name: arguments[1].values[name] for name in ("held", "many")}
+            launch.kernel[GRID](x=x, **named, FLAG=True, scale=0.5, num_warps=2)
             ours, triton_s = gpu.ran[-2:]
             assert ours == triton_s
 
@@ -135,7 +135,7 @@ def test_the_kernel_is_that_which_triton_chooses(calls):
 def test_a_pointer_that_is_no_longer_aligned_compiles_anew(gpu):
     launch = launcher()
     for shift in (0, 0, 2, 2, 0):
-        launch(GRID, (at(0), 5), 7, at(shift), 9, held=held())
+        launch(GRID, at(shift), held=held())
     kernels = [kernel for kernel, *_ in gpu.ran]
     assert kernels[0] is kernels[1] is kernels[4] and kernels[2] is kernels[3] is not kernels[0] and gpu.by_triton == 2
 
@@ -143,7 +143,7 @@ def test_a_pointer_that_is_no_longer_aligned_compiles_anew(gpu):
 def test_held_arguments_that_move_compile_anew(gpu):
     launch = launcher()
     for shift in (0, 2):
-        launch(GRID, *PLAIN, held=held(shift))
+        launch(GRID, at(0), held=held(shift))
     assert gpu.by_triton == 2 and gpu.ran[0][0] is not gpu.ran[1][0]
 
 
@@ -151,20 +151,22 @@ def test_held_arguments_that_move_compile_anew(gpu):
 def test_a_launch_that_is_watched_is_triton_s(gpu, monkeypatch, hooks):
     launch = launcher()
     for _ in range(2):
-        launch(GRID, *PLAIN, held=held())
+        launch(GRID, at(0), held=held())
     if hooks == "pre_run_hooks":
         launch.kernel.pre_run_hooks.append(lambda *args, **kwargs: None)
     else:
         monkeypatch.setattr(triton.knobs.runtime, hooks, lambda metadata: None)
-    launch(GRID, *PLAIN, held=held())
+    launch(GRID, at(0), held=held())
     assert gpu.by_triton == 2 and len(gpu.ran) == 3
 
 
-def test_numbers_of_other_types_are_left_to_triton(gpu):
+def test_of_several_arguments_with_a_name_the_first_counts(gpu):
     launch = launcher()
-    for _ in range(2):
-        launch(GRID, (at(0), 5), numpy.float64(2.0), at(0), 9, held=held())
-    assert gpu.by_triton == 2
+    for values in (held(), held(n=8)):
+        launch(GRID, at(0), held=values)
+    other = Launcher(launch.kernel, DEVICE, ("x",), ("n", *NAMES), FLAG=True, scale=0.5, num_warps=2)
+    other(GRID, at(0), held=(Held(n=8), *held()))
+    assert gpu.ran[2][3] == gpu.ran[1][3] != gpu.ran[0][3]
 
 
 def test_kernels_run_on_the_device_of_their_tensors(gpu, monkeypatch):
@@ -180,7 +182,7 @@ def test_kernels_run_on_the_device_of_their_tensors(gpu, monkeypatch):
     launch = launcher()
     for current in (1, 0, 2):
         gpu.device = current
-        launch(GRID, *PLAIN, held=held())
+        launch(GRID, at(0), held=held())
         assert gpu.device == current
     assert [stream for _, _, stream, _ in gpu.ran] == [10] * 3 and gpu.by_triton == 1
 
@@ -208,12 +210,12 @@ def test_kernels_compile_ahead_in_other_threads(gpu, monkeypatch):
     launch = launcher()
     with module.compiling_ahead():
         for _ in range(2):
-            launch(GRID, *PLAIN, held=held())
+            launch(GRID, at(0), held=held())
     Timer(0.05, begin.set).start()
-    launch(GRID, *PLAIN, held=held())
+    launch(GRID, at(0), held=held())
     assert len(threads) == 1 and threads[0] is not current_thread() and len(gpu.ran) == 1
     with module.compiling_ahead():
-        launch(GRID, *PLAIN, held=held())
+        launch(GRID, at(0), held=held())
     assert len(gpu.ran) == 1
 
 
@@ -231,4 +233,4 @@ def test_what_a_first_prompt_needs_is_loaded_ahead(monkeypatch):
     for _ in range(2):
         dispatch.load_ahead()
     dispatch._module.cache_clear()
-    assert dispatch._module("fused").Call and len(dispatch._LOADING) == 2 and hashed == [1]
+    assert dispatch._module("plan").Plan and len(dispatch._LOADING) == 2 and hashed == [1]

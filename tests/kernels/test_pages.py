@@ -137,10 +137,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def compare(monkeypatch, format: str, query: Tensor, inputs: PagedInputs, mask=None, given: PagedInputs | None = None, **options) -> None:
     """`given`: the inputs of the kernel, where they are not those of the reference."""
-    from qkvcache.kernels import fused
+    from qkvcache.kernels import plan
 
     with guarded(monkeypatch):
-        out, lse, sums = fused.attend_pages(query, given or inputs, mask, **options)
+        out, lse, sums = plan.attend_pages(query, given or inputs, mask, **options)
     wanted, wanted_lse, wanted_sums = attend_in_torch(query.float(), inputs, mask, **options)
     limit = tolerance(format, query.dtype)
     assert out.isfinite().all() and out.dtype == query.dtype and sums.shape == wanted_sums.shape
@@ -391,12 +391,12 @@ def far_apart(inputs: PagedInputs) -> PagedInputs:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="memory of a GPU is allocated whether it is written or not")
 @pytest.mark.parametrize("format", ["int8_token", "turboquant_3bit_nc"])
 def test_pages_of_a_pool_beyond_32_bits(format):
-    from qkvcache.kernels import fused, triton_dequantize, triton_store
+    from qkvcache.kernels import plan, triton_dequantize, triton_store
 
     near = build(REGISTRY[format], [70], heads=1, sinks=0, ring=4)
     far = far_apart(near)
     query = torch.randn(1, 2, 1, 64, dtype=torch.float16)
-    assert torch.equal(fused.attend_pages(query, far)[0], fused.attend_pages(query, near)[0])
+    assert torch.equal(plan.attend_pages(query, far)[0], plan.attend_pages(query, near)[0])
     outs = []
     for inputs in (near, far):
         outs.append(tuple(torch.empty(1, 1, 75, 64, dtype=torch.float16) for _ in range(2)))

@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
     pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
 
-from qkvcache.kernels import fused  # noqa: E402
+from qkvcache.kernels import fused, plan  # noqa: E402
 from qkvcache.kernels.triton_quantize import supports  # noqa: E402
 from qkvcache.kernels.triton_store import launch_of_step  # noqa: E402
 
@@ -204,7 +204,7 @@ def test_rows_of_different_lengths():
             step_kv(held.inputs, tuple(side[row : row + 1] for side in x))
             held.advance(1)
             assert together.rows[row, reference.SINKS :].tolist() == held.rows[0, reference.SINKS :].tolist()
-        out = fused.attend_pages(query, together.inputs)[0]
+        out = plan.attend_pages(query, together.inputs)[0]
         for row, held in enumerate(alone):
             torch.testing.assert_close(out[row : row + 1], attend(query[row : row + 1], held.attention_inputs()), rtol=0, atol=4e-3)
 
@@ -228,7 +228,7 @@ def compare(store: Storage, group: int = 2, mask: Tensor | None = None, limit: f
     rows, heads, _, dim = store.residual[0].shape
     query = data(rows, heads * group, 1, dim, dtype=store.residual[0].dtype)
     assert fused.supports(store.inputs, query)
-    out = fused.attend_pages(query, store.inputs, mask, **options)[0]
+    out = plan.attend_pages(query, store.inputs, mask, **options)[0]
     wanted = attend(
         query.float(), store.attention_inputs(), mask if mask is None or mask.shape[-1] == 1 else mask[..., : store.seq_length], **options
     )
@@ -290,9 +290,9 @@ def test_masks(kind):
 def test_a_row_that_sees_nothing_comes_out_as_numbers():
     store = holding("int8", 40)
     query = data(2, 2, 1, 64)
-    out = fused.attend_pages(query, store.inputs, hidden(2, slice(None)))[0]
+    out = plan.attend_pages(query, store.inputs, hidden(2, slice(None)))[0]
     assert out.isfinite().all()
-    alone = fused.attend_pages(query, store.inputs)[0]
+    alone = plan.attend_pages(query, store.inputs)[0]
     assert torch.equal(out[0], alone[0])
 
 

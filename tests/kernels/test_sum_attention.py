@@ -118,10 +118,10 @@ def test_hidden_tokens_have_no_mass():
 
 
 def check_fused(monkeypatch, query, attention_inputs, observed, mask=None, **options):
-    from .test_fused_attend import expect, fused, guarded, tolerance
+    from .test_fused_attend import expect, guarded, plan, tolerance
 
     with guarded(monkeypatch):
-        out, lse, attention_sums = fused.attend_pages(query, attention_inputs.paged, mask, observed=observed, **options)
+        out, lse, attention_sums = plan.attend_pages(query, attention_inputs.paged, mask, observed=observed, **options)
     format = next(name for name, format in REGISTRY.items() if format.codecs() == attention_inputs.paged.pages.codecs)
     expect(format, query, attention_inputs, mask, out, lse, 3 * tolerance(format, query.dtype), **options)
     _, expected = attend_observed(query.float(), attention_inputs, mask, observed=observed, **options)
@@ -199,7 +199,7 @@ def test_fused_zones(format, zones, monkeypatch, triton):
 
 def test_fused_hides(monkeypatch, triton):
     """What a mask hides has no mass, not even from a row that sees nothing; a padding query that holds nan gives none."""
-    from .test_fused_attend import fused, guarded
+    from .test_fused_attend import guarded, plan
 
     query, attention_inputs, observed = make("int8", heads=1, tokens=90, cuts=())
     mask = torch.ones(2, 1, 3, 90, dtype=torch.bool, device=DEVICE)
@@ -208,20 +208,20 @@ def test_fused_hides(monkeypatch, triton):
     query[1, :, 2], observed[1, 2] = torch.nan, 0
     expected = attend_observed(query, attention_inputs, mask, observed=observed)[1]
     with guarded(monkeypatch):
-        attention_sums = fused.attend_pages(query, attention_inputs.paged, mask, observed=observed)[2]
+        attention_sums = plan.attend_pages(query, attention_inputs.paged, mask, observed=observed)[2]
     torch.testing.assert_close(attention_sums, expected, rtol=5e-3, atol=1e-5)
     assert not attention_sums[0, :, 4:30].any()
 
 
 def test_magnitudes(monkeypatch, triton):
     """Values of very different lengths: their scales are part of what weights are relative to."""
-    from .test_fused_attend import fused
+    from .test_fused_attend import plan
 
     lengths = torch.tensor([0.0, 1e-6, 1.0, 1e2, 1e6], device=DEVICE)[torch.arange(60, device=DEVICE) % 5]
     query, attention_inputs = data(1, 2, 1, 64), build(REGISTRY["int8"], data(1, 1, 60, 64), data(1, 1, 60, 64) * lengths[:, None], 0, 0)
     observed = torch.ones(1, 1, device=DEVICE)
     expected = attend_observed(query, attention_inputs, observed=observed)[1]
-    torch.testing.assert_close(fused.attend_pages(query, attention_inputs.paged, observed=observed)[2], expected, rtol=5e-3, atol=1e-6)
+    torch.testing.assert_close(plan.attend_pages(query, attention_inputs.paged, observed=observed)[2], expected, rtol=5e-3, atol=1e-6)
 
 
 def test_mass_of_storage_that_counts_on_the_device_is_refused(monkeypatch, triton):

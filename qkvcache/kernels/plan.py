@@ -1,0 +1,458 @@
+"""A plan of attention over pages: everything that the layers of a step have in common, made once by the first of them.
+
+A plan chooses kernels, splits and grids, and holds the arguments that are the same for all layers. A layer adds the addresses of its own
+tensors (`layer_of`), so that its host work is three launches. Layers of one `Kind` are launched alike.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Unpack
+
+import torch
+import triton
+from torch import Tensor
+
+from ..formats.base import Codec
+from . import fused
+from .attend import Options
+from .fused import EXACT_TILE, Launch, architecture, in_tiles, launched, split, tiled
+from .launch import Held, Launcher
+from .pages import BLOCK, MOST_SPLITS, PagedInputs, Splits
+from .segments import layout_of, planes_of
+from .tables import Tables, tables
+from .triton_attend import attend_kernel
+from .triton_attend_tiles import attend_tiles_kernel
+from .triton_join import reduce_kernel, rotate_kernel
+from .triton_sum_splits import EXACT_GRAIN, REGION_GRAIN, sum_splits_kernel
+
+SUM_TOKENS = 1024
+"""Tokens of a program that sums attention."""
+OF_LAYER = "k_planes", "v_planes", "mean_strides", "center", "center_b", "center_h"
+"""Arguments of kernels that are the same in all steps of a layer."""
+OF_INPUTS = (
+    "exact", "exact_strides", "n_sinks", "n_residual", "rows", "rows_b", "lengths", "lengths_b", "lengths_h", "table", "table_b",
+    "table_h", "blocks", "read", "room",
+)  # fmt: skip
+"""Arguments that are the same in all calls over the same inputs."""
+OF_CALL = (
+    "mask", "mask_b", "mask_h", "mask_q", "mask_t", "query_b", "query_h", "query_q", "scaling", "softcap", "n_quantized", "least",
+    "entries", "before", "splits", "skip", "branches", "items", "firsts",
+)  # fmt: skip
+"""Arguments that are the same in all layers of a step."""
+
+
+class Kind:
+    """Sizes, strides and codecs that the launches of a layer depend on. Layers that are alike share one."""
+
+    def __init__(self, use: Tables, empty: Tensor, constants: dict[str, Any]) -> None:
+        self.use, self.empty, self.constants = use, empty, constants
+        self.launches: dict[tuple, Any] = {}
+        """`Launches` by the shape of queries and by options."""
+
+
+class Layer(NamedTuple):
+    """What all launches over one layer share."""
+
+    kind: Kind
+    held: Held
+    """The arguments `OF_LAYER`."""
+
+
+def layer_of(inputs: PagedInputs) -> Layer:
+    """The layer of these inputs, which storage keeps until its pages move."""
+    counted = inputs.rows is not None
+    found = inputs.launches.get(counted)
+    if found is None:
+        found = inputs.launches[counted] = _layer(inputs, counted)
+    return found
+
+
+def _layer(inputs: PagedInputs, counted: bool) -> Layer:
+    pages, (key, value) = inputs.pages, inputs.ring
+    dims, empty = (key.shape[3], value.shape[3]), _empty(key.dtype, key.device)
+    use = tables(pages.codecs, *dims, key.device)
+    sides = [each | once for each, once in zip(pages.planes, pages.statistics, strict=True)]
+    found = [(*planes_of(layout_of(codec), side), side.get("center", empty)) for codec, side in zip(pages.codecs, sides, strict=True)]
+    once = tuple(any(name != "center" for name in side) for side in pages.statistics)
+    strides = [plane_strides(side, is_once) for side, is_once in zip(found, once, strict=True)]
+    held = Held(
+        k_planes=(*found[0], use.k_shifts), v_planes=(*found[1], use.v_shifts), mean_strides=strides[0][6:], center=found[1][3],
+        center_b=strides[1][6], center_h=strides[1][7],
+    )  # fmt: skip
+    kind = _kind(
+        pages.codecs, dims, key.dtype, key.device, pages.page_size, pages.firsts[0], counted, once, strides[0][:6], strides[1][:6]
+    )
+    return Layer(kind, held)
+
+
+@functools.lru_cache(maxsize=256)
+def _kind(
+    codecs: tuple[Codec, Codec],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    page_size: int,
+    base: int,
+    counted: bool,
+    once: tuple[bool, bool],
+    k_strides: tuple[int, ...],
+    v_strides: tuple[int, ...],
+) -> Kind:
+    use = tables(codecs, *dims, device)
+    constants = {
+        "K": use.key, "V": use.value, "D": dims[0], "DV": dims[1], "TX": EXACT_TILE, "PAGE": page_size, "BASE": base, "COUNTED": counted,
+        "K_ONCE": int(once[0]), "V_ONCE": int(once[1]), "k_strides": k_strides, "v_strides": v_strides,
+    }  # fmt: skip
+    return Kind(use, _empty(dtype, device), constants)
+
+
+@functools.lru_cache(maxsize=32)
+@torch.inference_mode(False)
+def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The argument in place of a tensor that there is not."""
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def plane_strides(planes: Sequence[Tensor], once: bool) -> tuple[int, ...]:
+    """Strides of codes, high bits, scales and the mean over the first two dimensions: 0 over heads, or over rows, that share an entry."""
+    found = []
+    for i, x in enumerate(planes):
+        by_row = i == 3 or (i == 2 and once)
+        first = x.stride(0) if x.dim() == 4 and (x.shape[0] > 1 or not by_row) else 0
+        found += [first, x.stride(1) if x.dim() == 4 and x.shape[1] > 1 else 0]
+    return tuple(found)
+
+
+def held_of(inputs: PagedInputs, empty: Tensor) -> Held:
+    """The arguments `OF_INPUTS`; a `Selection` takes the place of the table."""
+    selection = inputs.selection
+    if selection is None and "attention" in inputs.held:
+        return inputs.held["attention"]
+    rows, pages, exact, (sinks, _, ring) = inputs.rows, inputs.pages, (*inputs.sinks, *inputs.ring), inputs.slots
+    lengths = None if rows is None else pages.lengths
+    (table_b, table_h, lengths_b, lengths_h), table, blocks, read = pages.strides, pages.table, empty, empty
+    if selection is not None:
+        table, blocks, read, (table_b, table_h, _) = (
+            selection.entries, selection.blocks, selection.lengths, selection.entries.stride()
+        )  # fmt: skip
+    held = Held(
+        exact=exact, exact_strides=tuple(n for x in exact for n in x.stride()[:3]), n_sinks=sinks, n_residual=ring,
+        rows=empty if rows is None else rows, rows_b=0 if rows is None else rows.stride(0), lengths=empty if lengths is None else lengths,
+        lengths_b=lengths_b, lengths_h=lengths_h, table=table, table_b=table_b, table_h=table_h, blocks=blocks, read=read,
+        room=blocks.shape[-1],
+    )  # fmt: skip
+    if selection is None:
+        inputs.held["attention"] = held
+    return held
+
+
+class Form(NamedTuple):
+    """What the launches of a call of attention depend on, beside the `Kind` of its layers.
+
+    shape: of the queries, `[B, Hq, Q, D]`.
+    heads: KV heads.
+    mask: the kind of mask: "none", "row", "bool" or "float".
+    exact: whether there are exact tokens, or slots for them.
+    items: columns of the items of `Splits` that divide the rows among programs; 0: nothing does.
+    selected: whether a `Selection` says what is read.
+    panel: query rows in blocks of the launch whose rows of the batch this one's rows are read for; 0: its own.
+    """
+
+    shape: torch.Size
+    heads: int
+    mask: str
+    exact: bool
+    causal: bool
+    softcap: bool
+    sinks: bool
+    observed: bool
+    items: int
+    selected: bool
+    panel: int
+    launch: Launch | None
+
+
+class Launches:
+    """The kernels of calls of one form, with all constants."""
+
+    def __init__(self, kind: Kind, form: Form) -> None:
+        use, device, constants = kind.use, kind.empty.device, kind.constants
+        self.batch, query_heads, self.queries, dim = form.shape
+        self.heads, self.value_dim, self.exact = form.heads, constants["DV"], form.exact
+        self.groups = query_heads // self.heads
+        arch, processors = architecture(device)
+        rows, nvidia = self.groups * self.queries, bool(arch) or device.type == "cpu"
+        # Weights that are stored need the registers that more rows would.
+        several = nvidia and not form.observed
+        launch = form.launch or launched(use.key, use.value, max(dim, self.value_dim), rows, several)
+        self.tile = min(launch.tile, BLOCK) if form.selected and not launch.many else launch.tile
+        self.rows, self.many = launch.rows if nvidia else 16, launch.many
+        self.blocks, self.programs = -(-rows // self.rows), processors * launch.programs
+        self.panels = (1 if form.items else self.batch) * self.heads * self.blocks  # each is read by as many programs as there are splits
+        # Columns of the scratch of accumulated attention: at least the two that a thread holds.
+        self.width = max(triton.next_power_of_2(min(rows, self.rows)), 2) if form.observed else 0
+        columns = triton.next_power_of_2(self.value_dim) if use.value.rotated else 32
+        self.out_shape = self.batch, query_heads, self.queries, self.value_dim
+        # The heads of a query are next to each other, as transformers asks for.
+        self.out_strides = query_heads * self.queries * self.value_dim, self.value_dim, query_heads * self.value_dim, 1
+        self.fixed = {
+            **constants, "G": self.groups, "R": self.rows, "T": self.tile, "SOFTCAP": form.softcap, "MASK": form.mask, "ARCH": arch,
+            "CAUSAL": form.causal and self.queries > 1, "EXACT": self.exact, "TURN": use.factor if use.whole is None else 1.0,
+            "ATTENTION_SUMS": self.width, "WIDTH": self.width, "ITEMS": form.items, "BLOCK": BLOCK if form.selected else 0,
+            "N": SUM_TOKENS, "PANEL": form.panel, "heads": self.heads, "queries": self.queries, "signs": use.signs,
+            "rotation": use.rotation,
+        }  # fmt: skip
+        """Arguments that launches of other kernels may share."""
+        self.others: dict[str, Launcher] = {}
+        """Launches of other kernels in the same calls, by what they do."""
+        options = {"num_warps": launch.warps, "num_stages": launch.stages}
+        if launch.registers and arch:
+            options["maxnreg"] = launch.registers
+        held = (*OF_LAYER, *OF_INPUTS, *OF_CALL)
+        if launch.many:
+            tiles = {"rotation": use.matrix, "MASK": form.mask != "none"}
+            self.attend = Launcher(attend_tiles_kernel, device, ("query", "part"), held, **self.fixed | options | tiles)
+        else:
+            given = "query", "region_query", "part", "weights", "tops"
+            self.attend = Launcher(attend_kernel, device, given, held, **self.fixed | options)
+        if form.observed:
+            given = "weights", "tops", "lse", "observed", "attention_sums"
+            held = "slots", "grains", "n_quantized", "blocks", *OF_INPUTS
+            self.sum = Launcher(sum_splits_kernel, device, given, held, **self.fixed, num_warps=4)
+        strides = dict(zip(("out_stride_b", "out_stride_h", "out_stride_q"), self.out_strides, strict=False))
+        reduce = {
+            "blocks": self.blocks, "C": columns, "S": 32, "SINKS": form.sinks, "TURN": use.v_block**-0.5,
+            "STAGES": use.v_block.bit_length() - 1, "signs": use.v_signs,
+            "num_warps": 8 if columns > 256 else 4 if use.value.rotated else 1, **strides,
+        }  # fmt: skip
+        self.reduce = Launcher(reduce_kernel, device, ("part", "sinks", "out", "lse"), (*OF_LAYER, *OF_CALL), **self.fixed | reduce)
+        self.reduce_grid = rows, self.batch * self.heads, -(-self.value_dim // columns)
+
+
+class Plan:
+    """One call of attention over pages, for `inputs` and those of any layer that is like theirs.
+
+    Args:
+        query: `[B, Hq, Q, D]`; queries of other layers have the same shape, strides and dtype.
+        mask, options: as of `attend.attend_pages`; `sinks` and `observed` are those of a layer, and given to `run`.
+        launch: for measuring; chosen by format otherwise.
+        items: divide the rows among programs.
+        skip: tokens at the beginning of pages that another plan reads.
+        panel: as of `Form`.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        inputs: PagedInputs,
+        mask: Tensor | None,
+        options: Options,
+        launch: Launch | None = None,
+        items: Splits | None = None,
+        skip: int = 0,
+        panel: int = 0,
+    ) -> None:
+        self.kind = kind = layer_of(inputs).kind
+        self.empty, self.items, self.tokens, self.branches = kind.empty, items, inputs.tokens, inputs.branches
+        self.zones = zones = (region, sinks, ring) = (inputs.slots[1], inputs.slots[0], inputs.slots[2])
+        self.skip, self.max_length, shape = skip, inputs.max_length, query.shape
+        scaling, softcap = options.get("scaling"), options.get("softcap")
+        self.mask, shown, self.mask_strides = kind.empty, "none", (0, 0, 0, 0)
+        if mask is not None:
+            mask = mask[(None,) * (4 - mask.dim())]
+            mask = mask.expand(*shape[:3], sum(zones) if mask.shape[3] == 1 else -1)
+            shown, self.mask_strides = "float", mask.stride()
+            if mask.dtype == torch.bool:
+                same = not self.mask_strides[1] and (shape[2] == 1 or not self.mask_strides[2])
+                shown, mask = "row" if same else "bool", mask.view(torch.uint8)
+            self.mask = mask
+        self.query_strides = self._laid_out(query).stride()
+        self.scaling, self.softcap = float(shape[3] ** -0.5 if scaling is None else scaling), float(softcap or 1.0)
+        form = Form(
+            shape, inputs.ring[0].shape[1], shown, inputs.exact and sinks + ring > 0, options.get("causal", False), softcap is not None,
+            options.get("sinks") is not None, options.get("observed") is not None, 0 if items is None else items.items.shape[1],
+            inputs.selection is not None, panel, launch,
+        )  # fmt: skip
+        if form not in kind.launches:
+            kind.launches[form] = Launches(kind, form)
+        self.launches: Launches = kind.launches[form]
+        self.number, self.least = self._splits()
+        self.beside: Plan | None = None
+        """The plan of tokens that several rows share; its partial outputs are among those of this plan."""
+        self._hold(self.number if items is None else items.count)
+
+    def _laid_out(self, query: Tensor) -> Tensor:
+        whole = self.kind.use.whole is not None
+        return query.contiguous() if whole or query.stride(-1) != 1 else query
+
+    def rotated(self, query: Tensor) -> Tensor:
+        """The queries for quantized keys, which the kernel itself rotates in most formats."""
+        use = self.kind.use
+        return query if use.whole is None else _rotate(query, use.whole, use.factor)
+
+    def _splits(self) -> tuple[int, int]:
+        """Splits of the launch, and the fewest tokens of each."""
+        launches, n_quantized, least = self.launches, max(self.zones[0] - self.skip, 0), fused.LEAST_SPLIT
+        if self.items is not None:
+            return len(self.items.items), least
+        programs = launches.programs
+        if launches.many:  # beside few long splits, the programs of the exact tokens are brief
+            programs += launches.panels * (programs <= 8 * launches.panels)
+        if self.tokens is None or launches.many:
+            splits = split(n_quantized, launches.panels, launches.tile, programs)
+        else:  # rows of different lengths: as many tokens to a split as if all were one row
+            least = max(self.tokens * launches.heads * launches.blocks // programs, least)
+            least = -(-least // launches.tile) * launches.tile
+            splits = min(-(-n_quantized // least), MOST_SPLITS)
+        return max(splits, 1 - launches.exact) + launches.exact, least
+
+    def _hold(self, splits: int, entries: int | None = None, before: int = 0) -> None:
+        """Fixes the arguments `OF_CALL`. `splits`: of this launch and others whose results are among its own, `before` of them; `entries`:
+        query rows of all partial outputs."""
+        launches, empty, items = self.launches, self.empty, self.items
+        self.grid = self.number, launches.blocks, launches.panels // launches.blocks
+        self.entries = launches.panels * splits * launches.rows if entries is None else entries
+        self.held = Held(
+            **dict(zip(("mask", "mask_b", "mask_h", "mask_q", "mask_t"), (self.mask, *self.mask_strides), strict=True)),
+            query_b=self.query_strides[0], query_h=self.query_strides[1], query_q=self.query_strides[2], scaling=self.scaling,
+            softcap=self.softcap, n_quantized=self.max_length, least=self.least, entries=self.entries, before=before, splits=splits,
+            skip=self.skip, branches=self.branches, items=empty if items is None else items.items,
+            firsts=empty if items is None else items.firsts,
+        )  # fmt: skip
+
+    def share(self, others: Plan, splits: int = 0) -> None:
+        """Joins the results of `others`, of so many splits, over tokens that rows share."""
+        self.beside = others
+        if splits:
+            self._hold(self.number + splits)
+        others._hold(self.held.values["splits"], self.entries, self.number if splits else 0)
+
+    def launch(self, query: Tensor, inputs: PagedInputs, part: Tensor, weights: Tensor, tops: Tensor) -> None:
+        """Writes partial outputs to `part`."""
+        held = layer_of(inputs).held, held_of(inputs, self.empty), self.held
+        if self.launches.many:
+            self.launches.attend(self.grid, query, part, held=held)
+        else:
+            self.launches.attend(self.grid, query, self.rotated(query), part, weights, tops, held=held)
+
+    def run(
+        self, query: Tensor, inputs: PagedInputs, sinks: Tensor | None = None, observed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The output `[B, Hq, Q, Dv]`, the log of the normaliser, fp32 `[B, Hq, Q]`, and with `observed` the accumulated attention, fp32
+        `[B, H, sum(zones)]`."""
+        launches, device, weights, tops = self.launches, query.device, self.empty, self.empty
+        query = self._laid_out(query)
+        part = torch.empty(self.entries * (launches.value_dim + 2), dtype=torch.float32, device=device)
+        if observed is not None:
+            weights, tops, slots, grains = self._scratch(query)
+        self.launch(query, inputs, part, weights, tops)
+        if self.beside is not None:
+            self.beside.launch(*_of_first(query, inputs, self.beside), part, self.empty, self.empty)
+        out = query.new_empty_strided(launches.out_shape, launches.out_strides)
+        lse = torch.empty(launches.out_shape[:3], dtype=torch.float32, device=device)
+        held = layer_of(inputs).held, self.held
+        launches.reduce(launches.reduce_grid, part, self.empty if sinks is None else sinks, out, lse, held=held)
+        if observed is None:
+            return out, lse, None
+        sums = torch.empty(launches.batch, launches.heads, sum(self.zones), dtype=torch.float32, device=device)
+        grid = sum(-(-n // SUM_TOKENS) for n in self.zones), launches.batch * launches.heads, 1
+        sizes = Held(slots=slots, grains=grains, n_quantized=self.zones[0], blocks=launches.blocks)
+        held = sizes, held_of(inputs, self.empty)
+        launches.sum(grid, weights, tops, lse, observed.contiguous(), sums, held=held)
+        return out, lse, sums
+
+    def _scratch(self, query: Tensor) -> tuple[Tensor, Tensor, int, int]:
+        """Tensors for weights and their maxima, and how many there are of each for a block of query rows."""
+        launches, grain_sizes = self.launches, (REGION_GRAIN.value, EXACT_GRAIN.value, EXACT_GRAIN.value)
+        region, *exact = (-(-n // grain) for n, grain in zip(self.zones, grain_sizes, strict=True))
+        slots, grains = region * REGION_GRAIN.value + sum(exact) * EXACT_GRAIN.value, region + sum(exact)
+        beyond = SUM_TOKENS * launches.width  # programs read beyond the end
+        dtype = torch.float32 if query.dtype == torch.float32 else torch.bfloat16
+        weights = torch.empty(launches.panels * slots * launches.width + beyond, dtype=dtype, device=query.device)
+        tops = torch.empty(launches.panels * grains * launches.width + beyond, dtype=torch.float32, device=query.device)
+        return weights, tops, slots, grains
+
+
+def _rotate(query: Tensor, matrix: Tensor, factor: float) -> Tensor:
+    """Contiguous queries `[..., D]` times `matrix` `[D, D]` and `factor`, in fp32."""
+    out, dim = torch.empty_like(query, dtype=torch.float32), query.shape[-1]
+    rows = query.numel() // dim
+    _rotation(query.device, dim, factor)((-(-rows // 16), 1, 1), query, matrix, out, held=(Held(rows=rows),))
+    return out
+
+
+@functools.lru_cache(maxsize=32)
+def _rotation(device: torch.device, dim: int, factor: float) -> Launcher:
+    constants = {"D": dim, "DP": triton.next_power_of_2(dim), "R": 16, "TURN": factor}
+    return Launcher(rotate_kernel, device, ("x", "matrix", "out"), ("rows",), **constants)
+
+
+def plan_pages(
+    query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, *, launch: Launch | None = None, **options: Unpack[Options]
+) -> Plan:
+    """The plan of `attend.attend_pages`. `launch`: for measuring; chosen by format otherwise.
+
+    Raises ValueError for causal queries that are not all among the exact last tokens."""
+    if options.get("causal") and query.shape[2] > inputs.slots[2]:
+        raise ValueError(
+            f"causal with {query.shape[2]} queries: their own tokens must be among the exact recent ones, of which there are "
+            f"{inputs.slots[2]}"
+        )
+    one = query.shape[2] == 1 and options.get("observed") is None and inputs.selection is None
+    launch = launch or tiled(query, inputs, mask, options)
+    if cascades(query, inputs, launch, options):
+        plan = Plan(query, inputs, mask, options, skip=inputs.shared)
+        others = _shared(query, mask, inputs, options, plan.launches.rows)
+        plan.share(others, others.number)
+        return plan
+    items = inputs.splits if one else None
+    plan = Plan(query, inputs, mask, options, launch, items)
+    if items is not None and items.shared is not None:
+        shared = Splits(items.shared, items.firsts)
+        plan.share(Plan(query, inputs.twin(exact=False), None, options, fused.OF_SHARED, shared, panel=plan.launches.rows))
+    return plan
+
+
+def attend_pages(
+    query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, *, launch: Launch | None = None, **options: Unpack[Options]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run `attend.attend_pages` in one pass over the codes. `launch`: for measuring; chosen by format otherwise.
+
+    Raises ValueError for causal queries that are not all among the exact last tokens."""
+    plan = plan_pages(query, inputs, mask, launch=launch, **options)
+    out, lse, sums = plan.run(query, inputs, options.get("sinks"), options.get("observed"))
+    return out, lse, lse.new_empty(*query.shape[:1], inputs.ring[0].shape[1], 0) if sums is None else sums
+
+
+def cascades(query: Tensor, inputs: PagedInputs, launch: Launch | None, options: Options) -> bool:
+    """Whether the tokens that rows share are read once for all of them, in a launch of their own."""
+    if inputs.branches == 1 or launch or inputs.selection or inputs.splits or options.get("observed") is not None:
+        return False
+    batch = query.shape[0]
+    return (batch - batch // inputs.branches) * inputs.shared * inputs.ring[0].shape[1] >= fused.LEAST_SPARED
+
+
+def _shared(query: Tensor, mask: Tensor | None, inputs: PagedInputs, options: Options, panel: int) -> Plan:
+    """The plan over the tokens that `inputs.branches` rows share, with the queries of these rows as those of one; their results are among
+    those of a plan with `panel` query rows in a block."""
+    shared = inputs.first_shared()
+    query = _of_branches(query, inputs.branches)
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]
+        mask = _of_branches(mask.expand(len(inputs.pages.table), -1, query.shape[2] // inputs.branches, -1), inputs.branches)
+    launch = in_tiles(query, shared, mask) or (fused.OF_SHARED if max(x.shape[3] for x in shared.ring) <= 128 else None)
+    return Plan(query, shared, mask, {**options, "causal": False}, launch, panel=panel)
+
+
+def _of_first(query: Tensor, inputs: PagedInputs, beside: Plan) -> tuple[Tensor, PagedInputs]:
+    """The queries and the inputs of the plan of shared tokens `beside` another over `inputs`."""
+    if beside.items is not None:
+        return query, inputs.twin(exact=False)
+    return beside._laid_out(_of_branches(query, inputs.branches)), inputs.first_shared()
+
+
+def _of_branches(x: Tensor, branches: int) -> Tensor:
+    """`x` `[B, H, Q, D]` as `[B / branches, H, branches * Q, D]`."""
+    return x.unflatten(0, (-1, branches)).transpose(1, 2).flatten(2, 3)
