@@ -42,6 +42,7 @@ from qkvcache.kernels import (  # noqa: E402
     triton_sum_attention,
 )
 from qkvcache.kernels.fused import EXACT_TILE, OF_SHARED, TILES, launched  # noqa: E402
+from qkvcache.kernels.plan import SUM_TOKENS  # noqa: E402
 from qkvcache.kernels.pages import BLOCK, GATHER_TILE  # noqa: E402
 from qkvcache.kernels.triton_attend import attend_kernel  # noqa: E402
 from qkvcache.kernels.triton_attend_tiles import attend_tiles_kernel  # noqa: E402
@@ -134,7 +135,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
         "table": "*i32" if "ITEMS" in VARIANTS[variant] else "*i64",
         "mask": "*fp32" if variant == "float" else "*u8",
     }
-    types |= dict.fromkeys(("part", "maxima", "sums", "tops"), "*fp32") | {"weights": "*bf16"}
+    types |= dict.fromkeys(("part", "tops"), "*fp32") | {"weights": "*bf16"}
     types |= dict.fromkeys(("scaling", "softcap"), "fp32") | dict.fromkeys(("rows", "lengths", "items", "firsts", "blocks", "read"), "*i32")
     types |= {"exact_strides": ("i32",) * 12} | {"mean_strides": ("i32",) * 2}
     for side, how in (("k", key), ("v", value)):
@@ -268,7 +269,7 @@ def _not_rotated(how: PackedLayout) -> PackedLayout:
 def joining(format: str, head_dim: int, target: str) -> Job:
     value = FORMATS[format].value.packed_layout
     assert value
-    types = dict.fromkeys(("part", "maxima", "sums", "signs", "center", "lse"), "*fp32") | {"sinks": "*bf16", "out": "*bf16"}
+    types = dict.fromkeys(("part", "signs", "center", "lse"), "*fp32") | {"sinks": "*bf16", "out": "*bf16"}
     types["firsts"] = "*i32"
     block = rotation_block(head_dim) if value.rotated else 1
     constants = {

@@ -126,7 +126,7 @@ def count_decoded_layers() -> Iterator[list[KeysOrValues]]:
 
 def count_fused(monkeypatch) -> list:
     """A list that grows by one with each launch of a fused attention kernel."""
-    from qkvcache.kernels import plan, launch
+    from qkvcache.kernels import launch, plan
 
     calls, call = [], plan.Plan
 

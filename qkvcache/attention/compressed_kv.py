@@ -55,25 +55,25 @@ class CompressedKV:
     are zeros. None: not known, so that dense tensors are refused.
     """
 
-    __slots__ = ("attention_inputs", "side", "columns", "observer", "form")
+    __slots__ = ("attention_inputs", "is_keys", "columns", "observer", "form")
 
     def __init__(
-        self, attention_inputs: AttentionInputs, side: KeysOrValues, columns: int | None, observer: Any = None, form: Form = AS_RETURNED
+        self, attention_inputs: AttentionInputs, is_keys: bool, columns: int | None, observer: Any = None, form: Form = AS_RETURNED
     ):
-        self.attention_inputs, self.side, self.columns, self.observer, self.form = attention_inputs, side, columns, observer, form
+        self.attention_inputs, self.is_keys, self.columns, self.observer, self.form = attention_inputs, is_keys, columns, observer, form
 
     def like(self, columns: int | None, form: Form) -> CompressedKV:
         """The same tokens in another form."""
-        return CompressedKV(self.attention_inputs, self.side, columns, self.observer, form)
+        return CompressedKV(self.attention_inputs, self.is_keys, columns, self.observer, form)
 
     def seen(self) -> CompressedKV:
         """Returns the same keys or values without columns after the tokens."""
-        tokens = self.side.shape[2]
+        tokens = self.attention_inputs.tokens
         return self if self.columns == tokens else self.like(tokens, self.form)
 
     @property
-    def is_keys(self) -> bool:
-        return self.side is self.attention_inputs.key
+    def side(self) -> KeysOrValues:
+        return self.attention_inputs.key if self.is_keys else self.attention_inputs.value
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -188,7 +188,7 @@ class CompressedKV:
         if torch.compiler.is_compiling() and inputs.compiled:  # avoids torch's reference
             sides = inputs.key, inputs.value
             none = [torch.empty(*x.shape[:2], 0, x.shape[3], dtype=x.dtype, device=x.device) for x in sides]
-            x = unfold(inputs.paged, inputs.key.shape[2], (none[0], none[1]))[self.side is inputs.value]
+            x = unfold(inputs.paged, inputs.key.shape[2], (none[0], none[1]))[not self.is_keys]
         else:
             x = dense(self.side)
         empty: int = self.columns - x.shape[2]  # type: ignore[operator]

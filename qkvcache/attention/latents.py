@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ..kernels import AttentionInputs, attend_latents, pv, qk
+from ..kernels import AttentionInputs, KeysOrValues, attend_latents, pv, qk
 from ..kernels.attend import Options
 from ..kernels.attend_chunked import (
     CHUNK_BYTES,
@@ -152,15 +152,16 @@ class ExpandedKV(CompressedKV):
     """The keys or values of all heads, `[B, Hq, T, D]`, of latents that are not expanded yet. Both matmuls of eager attention run on the
     codes of the latents, too; every other operation expands all of them."""
 
-    __slots__ = ("expansion", "_keys")
+    __slots__ = ("expansion",)
 
     def __init__(self, expansion: Expansion, is_keys: bool, columns: int | None, form: Form = AS_RETURNED):
-        super().__init__(expansion.inputs, expansion.inputs.key, columns, form=form)
-        self.expansion, self._keys = expansion, is_keys
+        super().__init__(expansion.inputs, is_keys, columns, form=form)
+        self.expansion = expansion
 
     @property
-    def is_keys(self) -> bool:
-        return self._keys
+    def side(self) -> KeysOrValues:
+        """The latents."""
+        return self.attention_inputs.key
 
     def like(self, columns: int | None, form: Form) -> ExpandedKV:
         return ExpandedKV(self.expansion, self.is_keys, columns, form)
@@ -172,8 +173,7 @@ class ExpandedKV(CompressedKV):
         return batch, of.heads, tokens, of.nope + of.rope if self.is_keys else of.value_dim
 
     def whole(self) -> Tensor:
-        latents = CompressedKV(self.attention_inputs, self.side, self.columns)
-        rope = CompressedKV(self.attention_inputs, self.attention_inputs.value, self.columns)
+        latents, rope = (CompressedKV(self.attention_inputs, is_keys, self.columns) for is_keys in (True, False))
         return self.expansion.stock(self.expansion.module, latents.dense(), rope.dense())[not self.is_keys]
 
     def attend(self, query: Tensor, mask: Tensor | None = None, **options: Unpack[Options]) -> Tensor:

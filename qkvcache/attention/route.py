@@ -33,6 +33,7 @@ from .latents import ExpandedKV, restore
 from .masks import Padding, chosen_columns, kernel_options, padding_columns, visible
 from .observer import attend_observed
 from .padding import report_attention
+from .plan import AttentionPlan
 from .uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -132,6 +133,11 @@ def route(
 ) -> tuple[Tensor, Tensor | None]:
     """Calls `stock` for plain tensors; for `CompressedKV`, attends on its attention inputs."""
     given, args = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), args)
+    if type(key) is CompressedKV and not torch.compiler.is_compiling():
+        step = key.attention_inputs.step
+        plan = None if step is None else step.plan
+        if plan is not None and plan.serves(implementation, module, query, key, value, given, kwargs):
+            return plan.attend(query, key, kwargs), None
     if implementation == NAME and (indices := kwargs.pop("indices", None)) is not None:
         given = chosen_columns(given, indices)  # of an indexer, which makes masks for sdpa and eager alone
     if not isinstance(key, CompressedKV) and not isinstance(value, CompressedKV):
@@ -203,6 +209,9 @@ def _attend(
         return None
     elif not few and not on_codes(query, key.attention_inputs, shown):
         return attend_chunked(query, key.attention_inputs, hidden, shown_from=padding.shown_from, **options)[0]
+    if plan := AttentionPlan.of(implementation, module, query, key, given, keywords, shown, options | {"causal": causal}):
+        key.attention_inputs.step.plan = plan  # type: ignore[union-attr]
+        return plan.attend(query, key, keywords).transpose(1, 2)
     return key.attend(query, shown, causal=causal, **options)
 
 

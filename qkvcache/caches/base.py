@@ -28,6 +28,7 @@ from .. import attention, formats, kernels, policies
 from ..attention.latents import absorb
 from ..attention.rope import Rope
 from ..formats import Format, FormatByLayer, FormatLike
+from ..kernels.pages import Step
 from ..layers.compressed import CompressedLayer, rows_of
 from ..layers.evicting import EvictingLayer
 from ..layers.hybrid import EvictingHybridLayer, HybridLayer
@@ -145,6 +146,7 @@ class CompressedCache(DynamicCache):
         if self._attention_budget is not None:
             self.format = self.format.in_halves()
         self._rope: Rope | None = None
+        self._step = Step()
         self._shares_keys = False
         self._exact: frozenset[int] = frozenset()
         """Full-attention layers that are uncompressed layers of this library."""
@@ -328,7 +330,7 @@ class CompressedCache(DynamicCache):
         if self.policy is not None:
             budget = self.policy.budgets[number % len(self.policy.budgets)]
             return self._new_evicting(format, self.policy, budget, **self._layer_options, rope=self._rope, **states)
-        return kind(
+        layer = kind(
             format,
             **self._layer_options,
             latents=self._latents,
@@ -338,6 +340,8 @@ class CompressedCache(DynamicCache):
             offload_pages=self.offload_pages,
             **states,
         )
+        layer.step = self._step
+        return layer
 
     def _new_exact(self, kind: Callable[..., CompressedLayer], **states: Any) -> CompressedLayer:
         """A new uncompressed layer of this library, for a cache that evicts or whose steps are compiled."""
@@ -409,7 +413,12 @@ class CompressedCache(DynamicCache):
         differs. Caches with `max_length` or `compile=True`, whose tensors have fixed addresses, are copied. Raises TypeError or ValueError
         for an `n` that is not a count of 1 or more."""
         check_count("n", n, least=1)
-        return [copy.deepcopy(self, {id(self.layers): self._forked_layers()}) for _ in range(n)]
+        forks = [copy.deepcopy(self, {id(self.layers): self._forked_layers()}) for _ in range(n)]
+        for cache in forks:
+            for layer in cache.layers:
+                if isinstance(layer, CompressedLayer):
+                    layer.step = cache._step
+        return forks
 
     def _forked_layers(self) -> list[Any]:
         with torch.inference_mode(False):

@@ -20,6 +20,7 @@ from .dispatch import (
     load_ahead,
     observe_on_codes,
     on_triton,
+    plan_on_codes,
     prepare,
     quantize_into,
     quantizes,
@@ -34,7 +35,7 @@ from .dispatch import (
 from .evict import StaticTensors, gather_columns
 from .handles import give_handle
 from .matmul import matmul_fp32, quadratic_form
-from .pages import AttentionBudget, AttentionInputs, BlockCache, PagedInputs, Pages, Splits, both, differ, gather_tiles
+from .pages import AttentionBudget, AttentionInputs, BlockCache, PagedInputs, Pages, Splits, TokenInputs, both, differ, gather_tiles
 from .prefill import prefill_with_lse
 from .segments import (
     Exact,

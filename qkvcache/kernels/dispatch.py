@@ -160,6 +160,15 @@ def attend_on_codes(query: Tensor, attention_inputs: AttentionInputs, mask: Tens
     return observe_on_codes(query, attention_inputs, mask, **options)[0]
 
 
+def plan_on_codes(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, **options: Unpack[Options]) -> Any:
+    """The plan of `attend_on_codes` for layers that are alike (`plan.Plan`); None where there is no kernel, or each layer chooses what it
+    reads."""
+    inputs = attention_inputs.paged
+    if inputs is None or attention_inputs.by_head or inputs.selects(query) or not fuses("fused", inputs, query):
+        return None
+    return _module("plan").plan_pages(query, inputs, mask, **options)
+
+
 def observe_on_codes(
     query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:

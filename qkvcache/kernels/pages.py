@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -492,6 +493,17 @@ class PagedInputs:
         return torch.cat(zones, dim=-1) if self.exact else zones[1]
 
 
+class Step:
+    """The running step of a cache: the `plan` of attention that its first layer has made and its other layers run; None: none yet.
+
+    The plan is of this process, and is not copied."""
+
+    plan: Any = None
+
+    def __getstate__(self) -> dict:
+        return {}
+
+
 @dataclass(eq=False)  # frozen ones take four times as long to make, at every step
 class AttentionInputs:
     """The keys and values of one layer for one step, which are not changed.
@@ -499,12 +511,19 @@ class AttentionInputs:
     key, value  what the torch reference reads
     paged       the same as `PagedInputs`, for kernels; None where only torch can read the tokens
     joined      keys and values `[B, H, T, D]` of sinks and residual in one tensor each, where they are contiguous in memory
+    step        the running step; None: its layers do not share a plan
     """
 
     key: KeysOrValues
     value: KeysOrValues
     paged: Any = None
     joined: Pair | None = None
+    step: Step | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of each row, or slots for them."""
+        return self.key.shape[2]
 
     @property
     def counted(self) -> bool:
@@ -521,6 +540,31 @@ class AttentionInputs:
         """Whether each head has pages of its own. Slots without a token are left out by `paged`; attention over `key` and `value`,
         which have as many quantized tokens as the longest head, needs a mask for each head then."""
         return self.paged is not None and self.paged.pages.per_head
+
+
+class TokenInputs(AttentionInputs):
+    """Inputs of a step of one token, whose `key` and `value` are built if somebody asks: kernels do not need them.
+
+    build   returns `key` and `value`
+    tokens  tokens of each row
+    """
+
+    tokens = 0  # type: ignore[assignment]
+
+    def __init__(self, build: Callable[[], tuple[KeysOrValues, KeysOrValues]], paged: PagedInputs | None, tokens: int) -> None:
+        self.build, self.paged, self.joined, self.step, self.tokens = build, paged, None, None, tokens
+
+    @cached_property
+    def sides(self) -> tuple[KeysOrValues, KeysOrValues]:
+        return self.build()
+
+    @property
+    def key(self) -> KeysOrValues:  # type: ignore[override]
+        return self.sides[0]
+
+    @property
+    def value(self) -> KeysOrValues:  # type: ignore[override]
+        return self.sides[1]
 
 
 def paged_side(inputs: PagedInputs, side: int) -> tuple[KeysOrValues, Tensor]:

@@ -278,6 +278,8 @@ class Plan:
         if form not in kind.launches:
             kind.launches[form] = Launches(kind, form)
         self.launches: Launches = kind.launches[form]
+        self.has_sinks = form.sinks
+        self.like = query.shape, query.stride(), query.dtype, *_sizes(inputs)
         self.number, self.least = self._splits()
         self.beside: Plan | None = None
         """The plan of tokens that several rows share; its partial outputs are among those of this plan."""
@@ -329,6 +331,10 @@ class Plan:
             self._hold(self.number + splits)
         others._hold(self.held.values["splits"], self.entries, self.number if splits else 0)
 
+    def fits(self, query: Tensor, inputs: PagedInputs) -> bool:
+        """Whether another layer is launched by this plan."""
+        return (query.shape, query.stride(), query.dtype, *_sizes(inputs)) == self.like and layer_of(inputs).kind is self.kind
+
     def launch(self, query: Tensor, inputs: PagedInputs, part: Tensor, weights: Tensor, tops: Tensor) -> None:
         """Writes partial outputs to `part`."""
         held = layer_of(inputs).held, held_of(inputs, self.empty), self.held
@@ -373,6 +379,12 @@ class Plan:
         weights = torch.empty(launches.panels * slots * launches.width + beyond, dtype=dtype, device=query.device)
         tops = torch.empty(launches.panels * grains * launches.width + beyond, dtype=torch.float32, device=query.device)
         return weights, tops, slots, grains
+
+
+def _sizes(inputs: PagedInputs) -> tuple:
+    """What a plan depends on, beside the kind of a layer."""
+    sinks, ring = inputs.sinks[0].shape[2], inputs.ring[0].shape
+    return inputs.max_length, sinks, ring[1], ring[2], inputs.branches, inputs.shared, inputs.splits, inputs.tokens
 
 
 def _rotate(query: Tensor, matrix: Tensor, factor: float) -> Tensor:

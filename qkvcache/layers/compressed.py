@@ -22,7 +22,7 @@ from ..formats import Identity
 from ..formats.base import Codec, Format
 from ..formats.int8 import SymmetricInt8
 from ..kernels import AttentionBudget, AttentionInputs, PagedInputs, Pair, compile_step, compiles_step, dense, prepare, step, unfold
-from ..kernels.pages import both, differ
+from ..kernels.pages import Step, both, differ
 from ..storage import Storage, attention_inputs_of, check_room
 
 KeysAndValues = tuple[Tensor | CompressedKV, Tensor | CompressedKV]
@@ -101,6 +101,8 @@ class CompressedLayer(CacheLayerMixin):
             residual_length = min(residual_length, max_length - 1 - num_sink_tokens)
         self.format, self.num_sink_tokens, self.residual_length, self.max_length = format, num_sink_tokens, residual_length, max_length
         self.latents, self.attention_budget, self.offload_pages = latents, attention_budget, offload_pages
+        self.step = Step()
+        """The plan of the running step, which the layers of a cache share."""
         self.is_compileable = self.supports_early_init = compile or max_length is not None
         self.storage = None
         self.pending: Pair | None = None
@@ -182,13 +184,17 @@ class CompressedLayer(CacheLayerMixin):
                     "torch.export with a cache that grows: its tensors change between steps; make the cache with max_length"
                 )
             return self._update_uncompiled(key_states, value_states)
+        storage, plain = self._storage, not (key_states.requires_grad or value_states.requires_grad)
+        given = key_states.shape, value_states.shape, key_states.dtype, value_states.dtype
+        if plain and storage is not None and storage.seq_length < storage.ready and given == storage.token:
+            return self._compressed(storage.add_token((key_states, value_states)))
         self._check(key_states, value_states)
         self.commit()
         if self.empty:
             return self._prefill(key_states, value_states)
-        storage: Storage = self.storage  # type: ignore[assignment]
+        storage = self.storage
         new = key_states, value_states
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+        if torch.is_grad_enabled() and not plain:
             inputs, tokens = storage.add(both(Tensor.detach, new)), key_states.shape[2]
             held = both(lambda side: dense(side)[:, :, :-tokens], (inputs.key, inputs.value))
             key, value = (torch.cat(sides, dim=2) for sides in zip(held, new, strict=True))  # only the new tokens carry a gradient
@@ -197,10 +203,11 @@ class CompressedLayer(CacheLayerMixin):
 
     def _compressed(self, inputs: AttentionInputs) -> tuple[CompressedKV, CompressedKV]:
         """The keys and values that `update` returns for attention over `inputs`, with the columns of the model's mask."""
-        columns: int | None = inputs.key.shape[2]
+        columns: int | None = inputs.tokens
+        inputs.step = self.step
         if self.is_compileable and (self.mask_by_column is not False or torch.compiler.is_compiling()) and not self._differentiates():
             columns = self.storage.columns if self.mask_by_column else None  # type: ignore[union-attr]
-        return compressed(inputs, columns)
+        return CompressedKV(inputs, True, columns), CompressedKV(inputs, False, columns)
 
     def _differentiates(self) -> bool:
         """Whether `update` may have to return dense tensors, which have columns for the tokens seen only."""
@@ -449,8 +456,3 @@ _NO_DENSE = (
     "compressed: pass EncoderDecoderCache(<compressed cache>, DynamicCache()) to an encoder-decoder model. Other models that "
     "read them (Mllama, XLNet) are not supported. To look at them, call layer.dense() of a layer in cache.layers."
 )
-
-
-def compressed(inputs: AttentionInputs, columns: int | None, observer: object = None) -> tuple[CompressedKV, CompressedKV]:
-    """The keys and values that `update` returns for attention over `inputs`; `observer` observes that attention."""
-    return both(lambda side: CompressedKV(inputs, side, columns, observer=observer), (inputs.key, inputs.value))

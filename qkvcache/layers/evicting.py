@@ -20,7 +20,7 @@ from ..formats import Format, Identity
 from ..kernels import AttentionInputs, Exact, Pair
 from ..policies import Arrivals, Budget, Policy
 from ..storage import EvictingStorage, StaticLayout, check_room
-from .compressed import CompressedLayer, compressed
+from .compressed import CompressedLayer
 
 ATTENTION_UNREPORTED = (
     "the attention of the step before was not seen: eviction works with models whose attention goes through transformers' "
@@ -117,7 +117,7 @@ class EvictingLayer(CompressedLayer):
             inputs = self._attention_inputs(storage, tokens)
         if not compiling:
             storage.advance(tokens)
-        return compressed(inputs, inputs.key.shape[2], self)
+        return CompressedKV(inputs, True, inputs.tokens, self), CompressedKV(inputs, False, inputs.tokens, self)
 
     def _prepare_step(self, key_states: Tensor, value_states: Tensor) -> None:
         """Checks a step outside of compiled code, ends the step before, and makes room."""

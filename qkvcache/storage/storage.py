@@ -17,7 +17,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 import numpy
 import torch
@@ -33,6 +34,7 @@ from ..kernels import (
     PagedInputs,
     Pair,
     Segment,
+    TokenInputs,
     both,
     dense,
     give_handle,
@@ -179,6 +181,10 @@ class Storage(LayerStorage):
     """
 
     tokens: RowPages
+    ready = 0
+    """Tokens seen up to which one more needs nothing of the host but counting; 0: not known."""
+    token: tuple[Any, ...]
+    """Shapes and dtypes of the key and the value of one token; set with `ready`."""
 
     def __init__(
         self,
@@ -228,7 +234,7 @@ class Storage(LayerStorage):
 
     def bind(self) -> None:
         """Rebuilds `inputs`, which hold addresses of tensors."""
-        self.bound = self.tokens.pages
+        self.bound, self.ready = self.tokens.pages, 0
         bound = self.columns if self.max_length is None else self.tokens.capacity
         pages = replace(self.bound, lengths=self.rows[:, LENGTH])
         zones = self.sinks, self.residual, self.rows
@@ -312,9 +318,13 @@ class Storage(LayerStorage):
             self.tokens.simulate(lambda k: before + k, after - before)
             self._grow(max(prompt, seq_length))
 
+    def record_compiled_step(self, tokens: int) -> None:
+        super().record_compiled_step(tokens)
+        self.ready = 0
+
     def set_lengths(self, seq_length: int, quantized: int) -> None:
         """Sets the counts on the host and on the device."""
-        self.seq_length, self.tokens.length = seq_length, quantized
+        self.seq_length, self.tokens.length, self.ready = seq_length, quantized, 0
         self.rows[:, SINKS:].copy_(torch.from_numpy(numpy.array(self._counts(), numpy.int32)), non_blocking=True)
 
     def _counts(self) -> tuple[int, ...]:
@@ -330,14 +340,42 @@ class Storage(LayerStorage):
 
     # Adding tokens in eager code.
 
+    def add_token(self, x: Pair) -> AttentionInputs:
+        """`add` of one token."""
+        if self.seq_length >= self.ready:
+            self._make_ready()
+            if not self.ready:
+                self.append(x)
+                return self.attention_inputs()
+        tokens, seq_length = self.tokens, self.seq_length
+        if seq_length == self.num_sink_tokens + tokens.length + self.slots:  # the oldest leaves the ring
+            tokens.length += 1
+        self.launch(x)  # type: ignore[misc]
+        self.seq_length = seq_length + 1
+        return self.attention_inputs()
+
+    def _make_ready(self) -> None:
+        """Makes room for one more token, and finds out for how many there is room, if they are stored by a kernel."""
+        self.sync_counts()
+        self.reserve(1)
+        if self.launch is None or not self.tokens.calibrated:
+            return
+        exact, tokens = self.num_sink_tokens + self.slots, self.tokens
+        limits = [exact + tokens.capacity, self.most]
+        limits += [self.columns] if self.static else []
+        if tokens.length // PAGE < tokens.owned:  # the page of the next token that leaves the ring is shared
+            limits.append(exact + tokens.length)
+        self.ready = min(limits)
+        key, value = self.residual
+        self.token = *(torch.Size((*x.shape[:2], 1, x.shape[3])) for x in (key, value)), key.dtype, value.dtype
+
     def add(self, x: Pair) -> AttentionInputs:
         """Adds the tokens of a step, `[B, H, T, D]`, and returns the inputs of attention over all tokens: one token reads what is stored
         then; several read what was stored before, and themselves. Raises ValueError if `max_length` does not allow them."""
+        if x[0].shape[2] == 1:
+            return self.add_token(x)
         self.sync_counts()
         self.reserve(x[0].shape[2])
-        if x[0].shape[2] == 1:
-            self.append(x)
-            return self.attention_inputs()
         exact, sinks = self._exact_with(x), self.exact_counts[0]
         first, residual = both(lambda side: side[:, :, :sinks], exact), both(lambda side: side[:, :, sinks:], exact)
         inputs = attention_inputs_of(first, self.tokens, residual, exact, self.budget)
@@ -388,10 +426,15 @@ class Storage(LayerStorage):
 
     def attention_inputs(self) -> AttentionInputs:
         """The inputs of attention over all tokens, by reference: valid until the next token is added."""
-        key, value = sides_of(self.sinks, self.tokens, self.residual, self.exact_counts)
-        if not self.bound.by_page and self.budget is None:
-            return AttentionInputs(key, value)
-        return AttentionInputs(key, value, self.inputs.twin(max_length=self.tokens.length))
+        stored, seq_length = self.tokens.length, self.seq_length
+        by_page = self.bound.by_page or self.budget is not None
+        paged = self.inputs.twin(max_length=stored) if by_page else None
+        return TokenInputs(partial(self._sides, stored, seq_length), paged, seq_length)
+
+    def _sides(self, stored: int, seq_length: int) -> tuple[KeysOrValues, KeysOrValues]:
+        """The keys and the values when `stored` tokens were quantized of `seq_length`."""
+        sinks = min(seq_length, self.num_sink_tokens)
+        return sides_of(self.sinks, self.tokens, self.residual, (sinks, stored, seq_length - sinks - stored))
 
     def compiled_inputs(self, x: Pair) -> AttentionInputs:
         """The inputs of attention for a compiled step of one token, `x` `[B, H, 1, D]`, sized for `columns` tokens."""
@@ -460,6 +503,7 @@ class Storage(LayerStorage):
         twin = copy.copy(self)
         twin.tokens = self.tokens.fork()  # type: ignore[assignment]
         self.shares_zones = twin.shares_zones = True
+        self.ready = 0
         twin.bind()
         return twin
 
@@ -522,17 +566,16 @@ def attention_inputs_of(
 
 
 def sides_of(
-    sinks: Pair, tokens: RowPages | HeadPages, residual: Pair, counts: tuple[int, int] | None = None
+    sinks: Pair, tokens: RowPages | HeadPages, residual: Pair, counts: tuple[int, int, int] | None = None
 ) -> tuple[KeysOrValues, KeysOrValues]:
-    """The keys and the values of `sinks`, the tokens now in `tokens`, and `residual`, in this order. `counts`: of the sinks, and of the
-    residual, which is a ring; None: all, and a residual in token order."""
+    """The keys and the values of `sinks`, the tokens in `tokens`, and `residual`, in this order. `counts`: of the three, the residual being
+    a ring; None: all that are there now, and a residual in token order."""
     return both(lambda side: _side_of(sinks[side], tokens, residual[side], side, counts), (0, 1))
 
 
-def _side_of(first: Tensor, tokens: RowPages | HeadPages, last: Tensor, side: int, counts: tuple[int, int] | None) -> KeysOrValues:
-    sinks, recent = counts or (first.shape[2], last.shape[2])
-    left = tokens.length if counts else 0
-    stored = tokens.length
+def _side_of(first: Tensor, tokens: RowPages | HeadPages, last: Tensor, side: int, counts: tuple[int, int, int] | None) -> KeysOrValues:
+    sinks, stored, recent = counts or (first.shape[2], tokens.length, last.shape[2])
+    left = stored if counts else 0
 
     def build() -> tuple[Segment, ...]:
         packed = tokens.packed(side, block_of(last), stored)

@@ -7,7 +7,6 @@ from threading import Event, Timer, current_thread
 from time import sleep
 from types import SimpleNamespace
 
-import numpy
 import pytest
 import torch
 from hypothesis import given, settings
