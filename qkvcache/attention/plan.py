@@ -31,7 +31,7 @@ class AttentionPlan:
     ) -> AttentionPlan | None:  # fmt: skip
         """The plan of a step of one token, in which `shown` and `options` are what `visible` and `kernel_options` made of `mask` and
         `keywords`; None where there is none: every layer then finds out for itself."""
-        if query.shape[2] > 1 or type(key) is not CompressedKV or key.attention_inputs.step is None or torch.compiler.is_compiling():
+        if query.shape[2] > 1 or type(key) is not CompressedKV or key.attention_inputs.running is None or torch.compiler.is_compiling():
             return None
         kernels = plan_on_codes(query, key.attention_inputs, shown, **options)
         return None if kernels is None else cls(kernels, implementation, module, mask, keywords)

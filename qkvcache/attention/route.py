@@ -134,8 +134,8 @@ def route(
     """Calls `stock` for plain tensors; for `CompressedKV`, attends on its attention inputs."""
     given, args = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), args)
     if type(key) is CompressedKV and not torch.compiler.is_compiling():
-        step = key.attention_inputs.step
-        plan = None if step is None else step.plan
+        running = key.attention_inputs.running
+        plan = None if running is None else running.plan
         if plan is not None and plan.serves(implementation, module, query, key, value, given, kwargs):
             return plan.attend(query, key, kwargs), None
     if implementation == NAME and (indices := kwargs.pop("indices", None)) is not None:
@@ -210,7 +210,7 @@ def _attend(
     elif not few and not on_codes(query, key.attention_inputs, shown):
         return attend_chunked(query, key.attention_inputs, hidden, shown_from=padding.shown_from, **options)[0]
     if plan := AttentionPlan.of(implementation, module, query, key, given, keywords, shown, options | {"causal": causal}):
-        key.attention_inputs.step.plan = plan  # type: ignore[union-attr]
+        key.attention_inputs.running.plan = plan  # type: ignore[union-attr]
         return plan.attend(query, key, keywords).transpose(1, 2)
     return key.attend(query, shown, causal=causal, **options)
 

@@ -28,7 +28,7 @@ from .. import attention, formats, kernels, policies
 from ..attention.latents import absorb
 from ..attention.rope import Rope
 from ..formats import Format, FormatByLayer, FormatLike
-from ..kernels.pages import Step
+from ..kernels.pages import RunningStep
 from ..layers.compressed import CompressedLayer, rows_of
 from ..layers.evicting import EvictingLayer
 from ..layers.hybrid import EvictingHybridLayer, HybridLayer
@@ -146,7 +146,7 @@ class CompressedCache(DynamicCache):
         if self._attention_budget is not None:
             self.format = self.format.in_halves()
         self._rope: Rope | None = None
-        self._step = Step()
+        self._running = RunningStep()
         self._shares_keys = False
         self._exact: frozenset[int] = frozenset()
         """Full-attention layers that are uncompressed layers of this library."""
@@ -340,7 +340,7 @@ class CompressedCache(DynamicCache):
             offload_pages=self.offload_pages,
             **states,
         )
-        layer.step = self._step
+        layer.running = self._running
         return layer
 
     def _new_exact(self, kind: Callable[..., CompressedLayer], **states: Any) -> CompressedLayer:
@@ -417,7 +417,7 @@ class CompressedCache(DynamicCache):
         for cache in forks:
             for layer in cache.layers:
                 if isinstance(layer, CompressedLayer):
-                    layer.step = cache._step
+                    layer.running = cache._running
         return forks
 
     def _forked_layers(self) -> list[Any]:

@@ -493,7 +493,7 @@ class PagedInputs:
         return torch.cat(zones, dim=-1) if self.exact else zones[1]
 
 
-class Step:
+class RunningStep:
     """The running step of a cache: the `plan` of attention that its first layer has made and its other layers run; None: none yet.
 
     The plan is of this process, and is not copied."""
@@ -511,14 +511,14 @@ class AttentionInputs:
     key, value  what the torch reference reads
     paged       the same as `PagedInputs`, for kernels; None where only torch can read the tokens
     joined      keys and values `[B, H, T, D]` of sinks and residual in one tensor each, where they are contiguous in memory
-    step        the running step; None: its layers do not share a plan
+    running     the running step; None: its layers do not share a plan
     """
 
     key: KeysOrValues
     value: KeysOrValues
     paged: Any = None
     joined: Pair | None = None
-    step: Step | None = None
+    running: RunningStep | None = None
 
     @property
     def tokens(self) -> int:
@@ -552,7 +552,7 @@ class TokenInputs(AttentionInputs):
     tokens = 0  # type: ignore[assignment]
 
     def __init__(self, build: Callable[[], tuple[KeysOrValues, KeysOrValues]], paged: PagedInputs | None, tokens: int) -> None:
-        self.build, self.paged, self.joined, self.step, self.tokens = build, paged, None, None, tokens
+        self.build, self.paged, self.joined, self.running, self.tokens = build, paged, None, None, tokens
 
     @cached_property
     def sides(self) -> tuple[KeysOrValues, KeysOrValues]:

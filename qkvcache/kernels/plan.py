@@ -46,8 +46,8 @@ OF_CALL = (
 class Kind:
     """Sizes, strides and codecs that the launches of a layer depend on. Layers that are alike share one."""
 
-    def __init__(self, use: Tables, empty: Tensor, constants: dict[str, Any]) -> None:
-        self.use, self.empty, self.constants = use, empty, constants
+    def __init__(self, use: Tables, constants: dict[str, Any]) -> None:
+        self.use, self.empty, self.constants = use, use.empty, constants
         self.launches: dict[tuple, Any] = {}
         """`Launches` by the shape of queries and by options."""
 
@@ -71,19 +71,17 @@ def layer_of(inputs: PagedInputs) -> Layer:
 
 def _layer(inputs: PagedInputs, counted: bool) -> Layer:
     pages, (key, value) = inputs.pages, inputs.ring
-    dims, empty = (key.shape[3], value.shape[3]), _empty(key.dtype, key.device)
+    dims = key.shape[3], value.shape[3]
     use = tables(pages.codecs, *dims, key.device)
     sides = [each | once for each, once in zip(pages.planes, pages.statistics, strict=True)]
-    found = [(*planes_of(layout_of(codec), side), side.get("center", empty)) for codec, side in zip(pages.codecs, sides, strict=True)]
+    found = [(*planes_of(layout_of(codec), side), side.get("center", use.empty)) for codec, side in zip(pages.codecs, sides, strict=True)]
     once = tuple(any(name != "center" for name in side) for side in pages.statistics)
     strides = [plane_strides(side, is_once) for side, is_once in zip(found, once, strict=True)]
     held = Held(
         k_planes=(*found[0], use.k_shifts), v_planes=(*found[1], use.v_shifts), mean_strides=strides[0][6:], center=found[1][3],
         center_b=strides[1][6], center_h=strides[1][7],
     )  # fmt: skip
-    kind = _kind(
-        pages.codecs, dims, key.dtype, key.device, pages.page_size, pages.firsts[0], counted, once, strides[0][:6], strides[1][:6]
-    )
+    kind = _kind(pages.codecs, dims, key.device, pages.page_size, pages.firsts[0], counted, once, strides[0][:6], strides[1][:6])
     return Layer(kind, held)
 
 
@@ -91,7 +89,6 @@ def _layer(inputs: PagedInputs, counted: bool) -> Layer:
 def _kind(
     codecs: tuple[Codec, Codec],
     dims: tuple[int, int],
-    dtype: torch.dtype,
     device: torch.device,
     page_size: int,
     base: int,
@@ -105,14 +102,7 @@ def _kind(
         "K": use.key, "V": use.value, "D": dims[0], "DV": dims[1], "TX": EXACT_TILE, "PAGE": page_size, "BASE": base, "COUNTED": counted,
         "K_ONCE": int(once[0]), "V_ONCE": int(once[1]), "k_strides": k_strides, "v_strides": v_strides,
     }  # fmt: skip
-    return Kind(use, _empty(dtype, device), constants)
-
-
-@functools.lru_cache(maxsize=32)
-@torch.inference_mode(False)
-def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The argument in place of a tensor that there is not."""
-    return torch.empty(0, dtype=dtype, device=device)
+    return Kind(use, constants)
 
 
 def plane_strides(planes: Sequence[Tensor], once: bool) -> tuple[int, ...]:

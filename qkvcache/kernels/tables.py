@@ -44,6 +44,8 @@ class Tables(NamedTuple):
     """Signs of the channels of values, fp32 `[Dv]`."""
     v_block: int
     """Channels in a block of the rotation of values; 1 if they are not rotated."""
+    empty: Tensor
+    """The argument in place of a tensor that there is not."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -53,7 +55,7 @@ def tables(codecs: tuple[Codec, Codec] | None, dim: int, value_dim: int, device:
     key, value = (PLAIN, PLAIN) if codecs is None else (dataclasses.replace(layout_of(codec) or PLAIN, search=0) for codec in codecs)
     k_rotation, v_rotation = (None, None) if codecs is None else (codec.rotation for codec in codecs)
     whole, factor, v_block = None, 1.0, 1
-    rotation = matrix = signs = v_signs = torch.empty(0, device=device)
+    rotation = matrix = signs = v_signs = empty = torch.empty(0, device=device)
     shifts = {"k_shifts": _shifts(key, dim, device), "v_shifts": _shifts(value, value_dim, device)}
     if k_rotation:
         factor, matrix = rotation_block(dim) ** -0.5, k_rotation.matrix(dim, device, torch.float16)
@@ -63,7 +65,7 @@ def tables(codecs: tuple[Codec, Codec] | None, dim: int, value_dim: int, device:
             rotation, signs = _across_words(key, dim).to(device, torch.float16), _signs(k_rotation, dim, device)
     if v_rotation:
         v_signs, v_block = _signs(v_rotation, value_dim, device), rotation_block(value_dim)
-    return Tables(key, value, whole, rotation, matrix, signs, factor, v_signs=v_signs, v_block=v_block, **shifts)
+    return Tables(key, value, whole, rotation, matrix, signs, factor, v_signs=v_signs, v_block=v_block, empty=empty, **shifts)
 
 
 def _across_words(codec: PackedLayout, dim: int) -> Tensor:

@@ -22,7 +22,7 @@ from ..formats import Identity
 from ..formats.base import Codec, Format
 from ..formats.int8 import SymmetricInt8
 from ..kernels import AttentionBudget, AttentionInputs, PagedInputs, Pair, compile_step, compiles_step, dense, prepare, step, unfold
-from ..kernels.pages import Step, both, differ
+from ..kernels.pages import RunningStep, both, differ
 from ..storage import Storage, attention_inputs_of, check_room
 
 KeysAndValues = tuple[Tensor | CompressedKV, Tensor | CompressedKV]
@@ -101,7 +101,7 @@ class CompressedLayer(CacheLayerMixin):
             residual_length = min(residual_length, max_length - 1 - num_sink_tokens)
         self.format, self.num_sink_tokens, self.residual_length, self.max_length = format, num_sink_tokens, residual_length, max_length
         self.latents, self.attention_budget, self.offload_pages = latents, attention_budget, offload_pages
-        self.step = Step()
+        self.running = RunningStep()
         """The plan of the running step, which the layers of a cache share."""
         self.is_compileable = self.supports_early_init = compile or max_length is not None
         self.storage = None
@@ -204,7 +204,7 @@ class CompressedLayer(CacheLayerMixin):
     def _compressed(self, inputs: AttentionInputs) -> tuple[CompressedKV, CompressedKV]:
         """The keys and values that `update` returns for attention over `inputs`, with the columns of the model's mask."""
         columns: int | None = inputs.tokens
-        inputs.step = self.step
+        inputs.running = self.running
         if self.is_compileable and (self.mask_by_column is not False or torch.compiler.is_compiling()) and not self._differentiates():
             columns = self.storage.columns if self.mask_by_column else None  # type: ignore[union-attr]
         return CompressedKV(inputs, True, columns), CompressedKV(inputs, False, columns)
