@@ -42,8 +42,8 @@ from qkvcache.kernels import (  # noqa: E402
     triton_sum_attention,
 )
 from qkvcache.kernels.fused import EXACT_TILE, OF_SHARED, TILES, launched  # noqa: E402
-from qkvcache.kernels.plan import SUM_TOKENS  # noqa: E402
 from qkvcache.kernels.pages import BLOCK, GATHER_TILE  # noqa: E402
+from qkvcache.kernels.plan import SUM_TOKENS  # noqa: E402
 from qkvcache.kernels.triton_attend import attend_kernel  # noqa: E402
 from qkvcache.kernels.triton_attend_tiles import attend_tiles_kernel  # noqa: E402
 from qkvcache.kernels.triton_join import reduce_kernel, rotate_kernel  # noqa: E402

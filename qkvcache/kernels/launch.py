@@ -8,7 +8,7 @@ Triton's own launch returned for arguments of the same kinds.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache
@@ -28,27 +28,30 @@ _KNOWN = "function", "packed_metadata", "launch_metadata", "launch_enter_hook", 
 """Names that Triton's launch uses where it passes a compiled kernel what a `Launcher` passes."""
 
 
-def kind_of(x: Any) -> Any:
-    """The kind of an argument: Triton compiles one kernel for arguments of the same kinds. It may have more kinds than Triton tells apart.
-    Raises KeyError for arguments of other types."""
-    if type(x) is int:
-        if -(2**31) <= x < 2**31:
-            return 1 if x == 1 else 0 if x & 15 else 16
-        return x >= 2**63, x & 15
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() & 15 == 0
-    if type(x) is tuple:
-        return tuple(map(kind_of, x))
-    return {float: float, bool: bool, NoneType: None}[type(x)]
+def described(values: Iterable[Any]) -> tuple[tuple, tuple]:
+    """The kinds of arguments; and the arguments with addresses in place of tensors, which the driver would look at each time.
+
+    Triton compiles one kernel for arguments of the same kinds. They may have more kinds than Triton tells apart. Raises KeyError for
+    arguments of other types."""
+    kinds, addresses = list[Any](), list[Any]()
+    for x in values:
+        kind: Any = type(x)
+        if kind is int:
+            small = -(2**31) <= x < 2**31
+            kind = (1 if x == 1 else 0 if x & 15 else 16) if small else (x >= 2**63, x & 15)
+        elif kind is tuple:
+            kind, x = described(x)
+        elif isinstance(x, Tensor):
+            kind, x = x.dtype, x.data_ptr()
+            kind = kind, x & 15 == 0
+        else:
+            kind = _PLAIN[kind]
+        kinds.append(kind)
+        addresses.append(x)
+    return tuple(kinds), tuple(addresses)
 
 
-def _address_of(x: Any) -> Any:
-    """`x` with the addresses of tensors in place of them: the driver would look at each of them again."""
-    if isinstance(x, Tensor):
-        return x.data_ptr()
-    return tuple(map(_address_of, x)) if type(x) is tuple else x
-
-
+_PLAIN = {float: float, bool: bool, NoneType: None}
 _KINDS: dict[Any, int] = {}
 """A number for each tuple of kinds."""
 
@@ -58,8 +61,8 @@ class Held:
 
     def __init__(self, **values: Any) -> None:
         self.values = values
-        self.kinds = _KINDS.setdefault(tuple(map(kind_of, values.values())), len(_KINDS))
-        self.addresses = tuple(map(_address_of, values.values()))
+        kinds, self.addresses = described(values.values())
+        self.kinds = _KINDS.setdefault(kinds, len(_KINDS))
 
 
 # Functions in C: they run for each launch of each layer.
@@ -114,7 +117,7 @@ class Launcher:
         self.given, self.taken = tuple(given), frozenset(kernel.arg_names)
         self.fixed = {name: x for name, x in fixed.items() if name in self.taken or name in OPTIONS}
         constants = {name: x for name, x in self.fixed.items() if name not in OPTIONS}
-        self.rest = tuple(map(_address_of, constants.values()))
+        self.rest = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in constants.values())
         names = *given, *held, *constants
         at = {name: i for i, name in reversed([*enumerate(names)])}
         self.in_order = itemgetter(*(at[name] for name in kernel.arg_names))

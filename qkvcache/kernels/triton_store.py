@@ -5,6 +5,7 @@ no number from the host: the tokens enter a ring, and a program quantizes those 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..formats.base import PackedLayout
 from .launch import Held, Launcher
 from .pages import PagedInputs, Pages
 from .segments import Pair
@@ -59,23 +61,20 @@ def quantize_into(pages: Pages, x: Pair, slots: Tensor | int, zones: Sequence[tu
         )  # fmt: skip
 
 
+OF_STEP = "new_strides", "tokens", "heads", "batch"
+OF_STORAGE = "stored", "control", "rows", "rows_b", "table", "table_b", "sink_slots", "ring_slots"
+
+
 def launch_of_step(inputs: PagedInputs, x: Pair) -> Callable[[Pair], None]:
     """`pages.step` for tokens like `x`, `[B, H, T, D]`, with all other arguments prepared."""
-    batch, heads, tokens, _ = x[0].shape
-    pages, rows = inputs.pages, inputs.rows
-    if rows is None:
-        raise ValueError("the inputs have no counts on the device")
-    planes, constants, grid, warps = launched(pages, contiguous(x))
-    stored = tuple(
-        (ring, *ring.stride()[:2], sinks, *sinks.stride()[:2], side)
-        for ring, sinks, side in zip(inputs.ring, inputs.sinks, planes, strict=True)
-    )
-    run = Launcher(
-        _step_kernel, x[0].device, ("key", "value"), ("new_strides",), stored=stored, control=inputs.control, rows=rows,
-        rows_b=rows.stride(0), table=pages.table, table_b=pages.table.stride(0), sink_slots=inputs.sinks[0].shape[2],
-        ring_slots=inputs.ring[0].shape[2], tokens=tokens, heads=heads, batch=batch, num_warps=warps, **constants,
-    )  # fmt: skip
-
+    batch, heads, tokens, dim = x[0].shape
+    if "store" not in inputs.held:
+        inputs.held["store"] = _of_storage(inputs, contiguous(x))
+    layouts, storage = inputs.held["store"]
+    dims, pages = (dim, x[1].shape[3]), inputs.pages
+    across, along, warps = tile(layouts, heads, tokens, padded(max(dims)), x[0].element_size())
+    run = _storing(layouts, dims, across, along, pages.page_size, pages.firsts[0], warps, x[0].device)
+    grid = -(-tokens // along) * -(-heads // across), batch, 2
     strides: dict[tuple, Held] = {}
     """Arguments by the strides of new keys and values, which are the same in all steps but the first."""
 
@@ -85,10 +84,42 @@ def launch_of_step(inputs: PagedInputs, x: Pair) -> Callable[[Pair], None]:
         if given not in strides:
             if given[0][3] != 1 or given[1][3] != 1:
                 return launch(contiguous(x))
-            strides[given] = Held(new_strides=(given[0][:3], given[1][:3]))
-        run(grid, key, value, held=(strides[given],))
+            strides[given] = Held(new_strides=(given[0][:3], given[1][:3]), tokens=tokens, heads=heads, batch=batch)
+        run(grid, key, value, held=(strides[given], storage))
 
     return launch
+
+
+def _of_storage(inputs: PagedInputs, x: Pair) -> tuple[tuple[PackedLayout, PackedLayout], Held]:
+    """The layouts of keys and values, and the arguments `OF_STORAGE`."""
+    rows, pages = inputs.rows, inputs.pages
+    if rows is None:
+        raise ValueError("the inputs have no counts on the device")
+    planes, constants, _, _ = launched(pages, x)
+    stored = tuple(
+        (ring, *ring.stride()[:2], sinks, *sinks.stride()[:2], side)
+        for ring, sinks, side in zip(inputs.ring, inputs.sinks, planes, strict=True)
+    )
+    held = Held(
+        stored=stored, control=inputs.control, rows=rows, rows_b=rows.stride(0), table=pages.table, table_b=pages.table.stride(0),
+        sink_slots=inputs.sinks[0].shape[2], ring_slots=inputs.ring[0].shape[2],
+    )  # fmt: skip
+    return constants["L"], held
+
+
+@functools.lru_cache(maxsize=256)
+def _storing(
+    layouts: tuple[PackedLayout, PackedLayout],
+    dims: tuple[int, int],
+    across: int,
+    along: int,
+    page_size: int,
+    base: int,
+    warps: int,
+    device: torch.device,
+) -> Launcher:
+    constants = {"L": layouts, "D": dims, "ACROSS": across, "ALONG": along, "PAGE": page_size, "BASE": base}
+    return Launcher(_step_kernel, device, ("key", "value"), (*OF_STEP, *OF_STORAGE), **constants, num_warps=warps)
 
 
 @triton.jit(do_not_specialize=["start", "tokens", "heads"])
