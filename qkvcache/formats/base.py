@@ -179,7 +179,7 @@ class Codec(ABC):
 
     def keeps(self, head_dim: int) -> bool:
         """Whether the codec has buffers that are kept once."""
-        return any(buffer.tokens == "once" for buffer in _declared(self, head_dim))
+        return _keeps(self, head_dim)
 
     def refuses(self, head_dim: int) -> str | None:
         """The reason why this codec cannot hold vectors of `head_dim`, or None."""
@@ -210,6 +210,17 @@ class Codec(ABC):
 @cache
 def _declared(codec: Codec, head_dim: int) -> tuple[Buffer, ...]:
     return codec.buffers(head_dim)
+
+
+@cache
+def _keeps(codec: Codec, head_dim: int) -> bool:
+    return any(buffer.tokens == "once" for buffer in _declared(codec, head_dim))
+
+
+@cache
+def why_refused(codec: Codec, head_dim: int) -> str | None:
+    """`Codec.refuses`, which each layer asks."""
+    return codec.refuses(head_dim)
 
 
 def affine(levels: Tensor, scale: Tensor | None, offset: Tensor | None) -> Tensor:
@@ -258,7 +269,7 @@ class Format(ABC):
     def check(self, head_dim: int, value_dim: int | None = None) -> None:
         """Raises ValueError if keys of `head_dim` or values of `value_dim` cannot be held."""
         for side, codec, dim in (("keys", self.key, head_dim), ("values", self.value, head_dim if value_dim is None else value_dim)):
-            if reason := codec.refuses(dim):
+            if reason := why_refused(codec, dim):
                 raise ValueError(f"format {self.name!r} cannot hold {side} of head_dim {dim}: {reason}")
 
     def refuses(self, head_dim: int) -> str | None:

@@ -12,9 +12,11 @@ tokens are a view of each plane.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -54,18 +56,9 @@ class PageLayout:
     per_head: bool = False
     index: bool = False
 
-    @cached_property
-    def planes(self) -> tuple[tuple[int, str, torch.dtype, int, int, int], ...]:
-        """The side (0: keys), buffer, dtype, heads, width and first byte of each plane."""
-        found, at = [], 0
-        for side, (codec, dim) in enumerate(zip(self.codecs, self.dims, strict=True)):
-            only = index_names(codec, dim) if side == 0 else ()
-            for buffer in codec.buffers(dim):
-                if buffer.tokens == "each" and (not self.index or buffer.name in only):
-                    dtype, heads = buffer.dtype or self.dtype, self.heads if self.per_head or buffer.heads == "each" else 1
-                    found.append((side, buffer.name, dtype, heads, buffer.width, at))
-                    at += aligned(heads * self.page_size * buffer.width * dtype.itemsize, ALIGNMENT)
-        return tuple(found)
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        return _planes(self)
 
     @cached_property
     def nbytes(self) -> int:
@@ -91,10 +84,34 @@ class PageLayout:
             yield from codec.roles(codes, dim)
 
 
+class Plane(NamedTuple):
+    """One plane of a page. side: 0 of keys, 1 of values; at: its first byte."""
+
+    side: int
+    name: str
+    dtype: torch.dtype
+    heads: int
+    width: int
+    at: int
+
+
+@functools.lru_cache(maxsize=256)
+def _planes(layout: PageLayout) -> tuple[Plane, ...]:
+    found, at = list[Plane](), 0
+    for side, (codec, dim) in enumerate(zip(layout.codecs, layout.dims, strict=True)):
+        only = index_names(codec, dim) if side == 0 else ()
+        for buffer in codec.buffers(dim):
+            if buffer.tokens == "each" and (not layout.index or buffer.name in only):
+                heads = layout.heads if layout.per_head or buffer.heads == "each" else 1
+                found.append(Plane(side, buffer.name, buffer.dtype or layout.dtype, heads, buffer.width, at))
+                at += aligned(heads * layout.page_size * buffer.width * found[-1].dtype.itemsize, ALIGNMENT)
+    return tuple(found)
+
+
 @dataclass(eq=False)
 class Slab:
     """One allocation of `groups` groups of `neighbours` pages each; its pages have the numbers from `first` on. `step`: as in
-    `PageLayout.views`. `on_host`: it is in host memory."""
+    `PageLayout.views`. `on_host`: it is in host memory. `address`: where it begins, in units of ALIGNMENT bytes."""
 
     layout: PageLayout
     data: Tensor
@@ -112,6 +129,7 @@ class Slab:
     def place(self, data: Tensor) -> None:
         """Sets the bytes, uint8 `[bytes]`, and `planes`, their views; and the same with an index for each entry of tables."""
         self.data, self.planes = data, self.layout.views(data, self.groups, self.neighbours, self.step)
+        self.address = 0 if data.is_meta else data.data_ptr() // ALIGNMENT
         entries = 0 if self.step is None else (self.groups - 1) * (self.step // ALIGNMENT) + 1
         self.planes_by_entry = self.layout.views(data, entries, step=ALIGNMENT) if entries else self.planes
 
@@ -150,8 +168,7 @@ class PagePool:
         """The entry in tables of the first page of each slab."""
         if not self.by_address:
             return [slab.first for slab in self.slabs] or [0]
-        addresses = [0 if slab.data.is_meta else slab.data.data_ptr() // ALIGNMENT for slab in self.slabs] or [0]
-        return [address - addresses[0] + ANCHOR for address in addresses]
+        return [slab.address - self.slabs[0].address + ANCHOR for slab in self.slabs] or [ANCHOR]
 
     def entries(self, numbers: Numbers) -> Numbers:
         """The entries in tables of pages."""
