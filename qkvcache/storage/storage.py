@@ -220,7 +220,8 @@ class Storage(LayerStorage):
         self.bind()
 
     def __getstate__(self) -> dict:
-        return {name: x for name, x in self.__dict__.items() if name not in ("inputs", "launch")}
+        """Leaves out what holds addresses."""
+        return {name: x for name, x in self.__dict__.items() if name not in ("bound", "inputs", "launch")}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__ |= state
