@@ -491,9 +491,9 @@ class EvictingStorage(LayerStorage):
     def zones(self) -> tuple[Pair, Pair]:
         return self.sinks, self.residual
 
-    def snapshot(self, row: int) -> tuple[dict[str, Tensor], dict[str, int]]:
-        tensors, _ = super().snapshot(row)
-        tensors |= {name: x[row : row + 1] for name, x in self.metadata.named_tensors()}
+    def snapshot(self, rows: slice) -> tuple[dict[str, Tensor], dict[str, int]]:
+        tensors, _ = super().snapshot(rows)
+        tensors |= {name: x[rows] for name, x in self.metadata.named_tensors()}
         return tensors, {"seen": self.seq_length, "in_order": int(self.in_order)}
 
     def form(self, tensors: dict[str, Tensor], sinks: int, columns: int, residual: int) -> dict[str, Tensor]:
