@@ -7,7 +7,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Never
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal, Never, Self
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from ..layers.indexed import IndexedLayer
 from ..layers.static_sliding import StaticSlidingLayer
 from ..policies import Budget, KVzip, Policy, check_count
 from ..storage import check_room
+from . import convert, saving
 from .arguments import budget_of, in_halves, layer_indices, refuse_unknown, why_not_evict
 from .biased import BiasedKeys
 from .compress import fill, read_twice
@@ -144,6 +146,7 @@ class CompressedCache(DynamicCache):
         self.max_length, self.compile = max_length, compile or max_length is not None
         self._why_static = "compile=True" if max_length is None else "max_length"
         self.attention_budget, self.attention_rest, self.offload_pages = attention_budget, attention_rest, offload_pages
+        self.skip_layers = skip_layers
         self._attention_budget = budget_of(attention_budget, attention_rest)
         self._check_storage(offloading)
         self.format = in_halves(self.format, self._attention_budget)
@@ -405,6 +408,61 @@ class CompressedCache(DynamicCache):
             made = self.__class__.__new__(self.__class__)
             memo |= {id(self): made, id(self._config): self._config}
             made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return made
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the cache to a safetensors file of at most about `nbytes` bytes, for `load`. The file has the stored tokens of all rows,
+        the options of the cache and the sizes of its model, and is in place once it is complete. `torch.save(cache, path)` saves every
+        cache, by pickling.
+
+        Raises:
+            NotImplementedError, before anything is written: a cache that was made without a config, formats and policies of other classes
+                than those of qkvcache, a preallocated cache that evicts or has an indexer or sliding layers, padded rows in a cache that
+                evicts.
+            OSError: the file cannot be written.
+        """
+        saving.save(self, path)
+
+    @staticmethod
+    def load(
+        path: str | PathLike[str], config: PreTrainedConfig, *, device: str | torch.device | Sequence[str | torch.device] = "cpu"
+    ) -> CompressedCache:
+        """Returns the cache that `save` wrote, of any class, as a CompressedCache that goes on as the saved one.
+
+        Args:
+            path: the file.
+            config: the config of the model. Its weights are not compared: they must be those with which the cache was filled.
+            device: of all layers, or one for each layer.
+
+        Raises:
+            ValueError: a file that is no saved cache, of another model, of another version, or damaged; another number of devices than
+                layers.
+            FileNotFoundError: there is no file.
+        """
+        return saving.load(CompressedCache, path, config, device)
+
+    @classmethod
+    def from_cache(cls, cache: Cache, config: PreTrainedConfig, *, attention_mask: Tensor | None = None, **options: Any) -> Self:
+        """Returns a new cache with the tokens of a DynamicCache that was filled elsewhere, which stays as it is. The tokens are stored as
+        those of one prompt.
+
+            CompressedCache.from_cache(dynamic_cache, model.config, format="turboquant_4bit_nc")
+
+        Args:
+            cache: a DynamicCache, with layers of any kind that transformers makes for the model.
+            config: the config of the model.
+            attention_mask: `[B, T]` of the tokens in the cache, 0 for padding; None: there is no padding.
+            **options: those of the class, such as `format` and `policy`.
+
+        Raises:
+            TypeError: a cache of another kind.
+            ValueError: another number of layers than the model has, a mask of another shape, more tokens than `max_length`.
+            NotImplementedError: a policy that needs the attention of the tokens; layers that hold no dense tokens.
+        """
+        convert.check_source(cache)
+        made = cls(config, **options)
+        convert.check_policy(made.policy)
+        convert.take(made, cache, attention_mask)
         return made
 
     def fork(self, n: int) -> list[CompressedCache]:

@@ -58,8 +58,8 @@ Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Rows of one layer, usually one. `kind`: the kind of layer, or "empty"; `numbers`: counts of the layer that do not follow from shapes; `memory`:
-    the locked host memory in which the tensors are, if they are (`prefix/host_memory.py`)."""
+    """Rows of one layer, usually one. `kind`: the kind of layer, or "empty"; `numbers`: counts of the layer that do not follow from
+    shapes; `memory`: the locked host memory in which the tensors are, if they are (`prefix/host_memory.py`)."""
 
     kind: str
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -209,9 +209,10 @@ def _state(layer: Layer, rows: slice) -> Snapshot:
     return Snapshot("linear", tensors, {name: int(x) for name, x in states.items() if isinstance(x, bool | int)})
 
 
-def copy_tokens(into: Layer, layer: Layer, tokens: int | None = None, row: int = 0) -> None:
-    """Gives `into`, which is empty, the first `tokens` tokens of a row of `layer`: one of the two is compressed, the other dense."""
-    rows = slice(row, row + 1)
+def copy_tokens(into: Layer, layer: Layer, tokens: int | None = None, row: int | None = 0) -> None:
+    """Gives `into`, which is empty, the first `tokens` tokens of a row of `layer`, or of all rows (None): at most one of the two is
+    compressed."""
+    rows = slice(None) if row is None else slice(row, row + 1)
     into.update(*(x[rows, :, :tokens] for x in (layer.dense() if isinstance(layer, CompressedLayer) else (layer.keys, layer.values))))
     if not isinstance(into, IndexedLayer | DynamicIndexedLayer):
         return
@@ -220,6 +221,12 @@ def copy_tokens(into: Layer, layer: Layer, tokens: int | None = None, row: int =
         into.update_indexer(keys[rows, :tokens])
     if (ids := getattr(layer, "indexer_position_ids", None)) is not None:  # older releases have none
         into.indexer_position_ids = ids[:, rows, :tokens]
+
+
+def copy_states(into: Layer, layer: Layer) -> None:
+    """Gives `into` the states of all rows of `layer`."""
+    states = _state(layer, slice(None))
+    _restore_states(into, states, next((x.device for x in states.tensors.values()), torch.device("cpu")))
 
 
 def restore(layer: Layer, stored: Snapshot, device: torch.device | str, own: Layer | None = None) -> None:
