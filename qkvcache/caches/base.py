@@ -110,6 +110,9 @@ class CompressedCache(DynamicCache):
             whose heads differ in what they retain (`alpha_safeguard`, `Budget.heads`).
     """
 
+    seen_ids: Tensor | None = None
+    """The first tokens that the cache has seen, int64 `[B, T]`, as far as a call that had their ids told (`attention/continued.py`)."""
+
     def __init__(
         self,
         config: PreTrainedConfig | None = None,
@@ -250,6 +253,7 @@ class CompressedCache(DynamicCache):
         mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids.device)
         policy: KVzip = self.policy  # type: ignore[assignment]
         fill(self.layers, policy, model, mask, *read_twice(model, policy, ids, mask, tokenizer, progress, prefill_chunk_size))
+        self.seen_ids = ids.clone()
 
     def _check_storage(self, offloading: bool) -> None:
         """Raises ValueError or NotImplementedError for options of storage that exclude each other, or the model."""
@@ -401,6 +405,8 @@ class CompressedCache(DynamicCache):
         for layer in self.layers:
             _check_crop(layer, tokens_to_remove)
         super().crop(tokens_to_remove)
+        if self.seen_ids is not None:
+            self.seen_ids = self.seen_ids[:, : int(self.get_seq_length())]
 
     def __deepcopy__(self, memo: dict) -> CompressedCache:
         """A copy that can be written outside of inference mode, even if this cache cannot."""
@@ -523,14 +529,30 @@ class CompressedCache(DynamicCache):
         super().early_initialization(*args, **kwargs)
 
     def reset(self) -> None:
-        """Removes all tokens; the cache can then be used for another prompt and another batch size."""
+        """Removes all tokens; the cache can then be used for another prompt and another batch size.
+
+        Without it, another prompt is appended to the tokens that the cache has seen. `attach`, `custom_generate` and `PrefixStore` compare
+        token ids and raise ValueError. `generate` alone has no ids to compare: it raises ValueError for a prompt of at most half as many
+        tokens as the cache has seen, or of as many; it warns of others that are not longer; another prompt that is longer is not noticed.
+        """
         super().reset()
-        self._last_layer = None
+        self._last_layer = self.seen_ids = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorders the rows, as in transformers' Cache."""
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        self.seen_ids = None
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row, as in transformers' Cache."""
+        super().batch_repeat_interleave(repeats)
+        self.seen_ids = None
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keeps the rows `indices`, as in transformers' Cache. Raises ValueError if there are none."""
         rows_of(indices, max((layer.rows for layer in self.layers if isinstance(layer, CompressedLayer)), default=2**20))  # before any
         super().batch_select_indices(indices)
+        self.seen_ids = None
 
     @property
     def is_initialized(self) -> bool:

@@ -122,7 +122,7 @@ def _plain(name: str, x: Any) -> Any:
         raise NotImplementedError(
             f"save of {name}={x!r}: a file holds formats and policies of qkvcache alone; call torch.save(cache, path)"
         )
-    return {"class": type(x).__name__} | {field.name: _plain(name, getattr(x, field.name)) for field in dataclasses.fields(x) if field.init}
+    return {"class": type(x).__name__} | {field.name: _plain(name, getattr(x, field.name)) for field in dataclasses.fields(x) if field.init}  # type: ignore[arg-type]
 
 
 def _made(x: Any) -> Any:

@@ -93,6 +93,21 @@ def test_a_truncated_file_is_skipped(two, size):
     refused(*two, "truncated")
 
 
+@pytest.mark.parametrize("kind", ["fifo", "folder", "device"])
+def test_what_is_no_regular_file_is_not_opened(two, kind):
+    """A FIFO would wait for a writer, for ever, and a device may."""
+    path, first, second = two
+    path.unlink()
+    {"fifo": os.mkfifo, "folder": os.mkdir, "device": lambda path: os.symlink("/dev/zero", path)}[kind](path)
+    kept = store(path.parent)
+    with pytest.warns(UserWarning, match="no regular file"):
+        assert kept.fetch(first).kind == "miss"
+    assert kept.fetch(second).kind == "exact"
+    kept.trim(0, 0)
+    with pytest.warns(UserWarning, match="no regular file"):
+        assert kept._disk.read_page(path.name) is None
+
+
 def test_a_longer_file_is_skipped(two):
     two[0].write_bytes(two[0].read_bytes() + b"more")
     refused(*two, "truncated or damaged")
