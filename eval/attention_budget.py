@@ -45,15 +45,13 @@ from recall_tasks import TASKS
 from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache, policies
-from qkvcache.formats import REGISTRY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WHAT = "recall with an attention budget"
-READ, COARSE = "read", "coarse"
-"""In place of a policy: a cache that keeps every token, and drops those that are not chosen or reads them by upper halves."""
-RESTS = {READ: "drop", COARSE: "coarse"}
+READ = "read"
+"""In place of a policy: a cache that keeps every token, and reads those that are chosen."""
 EXACT = 68
 """Tokens that a cache without a policy keeps exact by default."""
 FORMAT, OTHERS, COMPARED = "turboquant_4bit_nc", ("int8", "identity"), 0.125
@@ -64,11 +62,11 @@ class Readers(Bench):
     """Caches that read few tokens, beside policies that keep few."""
 
     def cache(self, policy: str, format: str, size: int, total: int) -> Cache:
-        if policy not in RESTS:
+        if policy != READ:
             return super().cache(policy, format, size + EXACT, total)
         if size >= total:
             return CompressedCache(self.model.config, format=format)
-        return CompressedCache(self.model.config, format=format, attention_budget=size, attention_rest=RESTS[policy])
+        return CompressedCache(self.model.config, format=format, attention_budget=size)
 
 
 def what_of(args: argparse.Namespace) -> str:
@@ -79,8 +77,6 @@ def cells(args: argparse.Namespace) -> Iterator[Cell]:
     caches = [(DENSE, 1.0, "identity"), *((READ, share, FORMAT) for share in (1.0, *args.shares))]
     caches += [(READ, share, format) for format in args.formats for share in (1.0, COMPARED) if (format, share) != ("identity", 1.0)]
     caches += [(policy, share, FORMAT) for policy in args.policies for share in args.shares]
-    if COARSE in args.policies:
-        caches += [(COARSE, COMPARED, format) for format in args.formats if REGISTRY[format].in_halves()]
     shard, shards = args.shard
     for context in range(shard, args.contexts, shards):
         for task in args.tasks:
@@ -103,8 +99,8 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def name(row: dict) -> str:
-    if row["policy"] in RESTS:
-        return f"all kept, `{row['format']}`" + ", the rest by upper halves" * (row["policy"] == COARSE)
+    if row["policy"] == READ:
+        return f"all kept, `{row['format']}`"
     policy = policies.resolve(row["policy"].removesuffix("_heads")).name
     return f"`{policy}`{', budgets by head' * row['policy'].endswith('_heads')}, `{row['format']}`"
 
@@ -151,18 +147,15 @@ def step_of(row: dict) -> str:
 
 def marked(row: dict) -> dict:
     """Policies are dashed, formats of one share are points."""
-    if row["policy"] not in RESTS:
+    if row["policy"] != READ:
         return {"linestyle": "--", "marker": "s"}
-    if row["policy"] == COARSE:
-        return {"linestyle": ":", "marker": "^"}
     return {} if row["format"] == FORMAT else {"linestyle": "none", "marker": "D"}
 
 
 def draw_speed(axes: Axes, rows: list[dict]) -> None:
     """The time of a layer's attention against the tokens that it reads: chosen ones, or those that eviction has left."""
-    ways = (("all kept", "whole_us", "-o"), ("all kept, the rest by upper halves", "whole_us", ":^"), ("evicted", "read_us", "--s"))
-    for way, key, style in ways:
-        of = sorted((row["budget"], row[key]) for row in rows if key in row and ("rest" in row) == ("halves" in way))
+    for way, key, style in (("all kept", "whole_us", "-o"), ("evicted", "read_us", "--s")):
+        of = sorted((row["budget"], row[key]) for row in rows if key in row)
         axes.plot(*zip(*of, strict=True), style, color="black" if key == "read_us" else format_color(FORMAT), label=way) if of else None
     for key, what in (("all_us", "all tokens, 4 bits"), ("sdpa_us", "all tokens, bf16")):
         axes.axhline(rows[0][key], linestyle=":", color="gray")
@@ -189,7 +182,7 @@ def plot(rows: list[dict], path: Path) -> None:
             for row in others:
                 lines.setdefault(name(row).replace("`", ""), []).append(row)
             colors = {
-                line: format_color(of[0]["format"]) if of[0]["policy"] in RESTS else policy_color(of[0]["policy"].removesuffix("_heads"))
+                line: format_color(of[0]["format"]) if of[0]["policy"] == READ else policy_color(of[0]["policy"].removesuffix("_heads"))
                 for line, of in lines.items()
             }
             styles = line_styles(lines, colors.__getitem__)
@@ -214,7 +207,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--tokens", type=at_least(500), default=2000, help="tokens of contexts")
     found.add_argument("--step", type=at_least(1), default=1, help="tokens of a step in which answers and texts are read")
     found.add_argument("--shares", nargs="+", type=fraction, default=[1 / 32, 1 / 16, 1 / 8, 1 / 4])
-    found.add_argument("--policies", nargs="*", default=[COARSE, "snapkv", "keydiff", "kvzip"], metavar="POLICY", help="beside reading few")
+    found.add_argument("--policies", nargs="*", default=["snapkv", "keydiff", "kvzip"], metavar="POLICY", help="beside reading few")
     found.add_argument("--formats", nargs="*", default=list(OTHERS), choices=[[], *OTHERS], help="beside the one of all shares")
     found.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, metavar="TASK", help=" ".join(TASKS))
     found.add_argument("--contexts", type=at_least(1), default=12, help="of each task")

@@ -4,8 +4,8 @@
     python eval/bench_attention_budget.py --check      compares the kernels with their torch references first
     python eval/bench_attention_budget.py --markdown   the table of the documentation, from the rows: needs no GPU
 
-*steps*: rows of one length; *coarse*: the rest read by upper halves; *batches*: requests of continuous batching, of
-different lengths; *turns*: several new tokens. Attention of one layer, 32 query heads and 8 KV heads of 128 channels,
+*steps*: rows of one length; *batches*: requests of continuous batching, of different lengths; *turns*: several new
+tokens. Attention of one layer, 32 query heads and 8 KV heads of 128 channels,
 in GPU time by replays of a CUDA graph: *scores* the kernel that weighs blocks, *choice* the one that chooses them,
 *whole* both and attention over what they choose. `eval/bench_generate.py --sections budget` measures steps of a whole model.
 """
@@ -20,7 +20,7 @@ from dataclasses import replace
 from unittest import mock
 
 import torch
-from bench_kernels import HALVES, KNOWN, bf16, code_bytes, payloads, real_payload, sdpa_us
+from bench_kernels import KNOWN, bf16, code_bytes, payloads, real_payload, sdpa_us
 from gpu import device, graph_us, let_go
 from harness import Table, device_name, in_time, parser_of, replace_rows, run_or_show
 
@@ -29,7 +29,7 @@ from qkvcache.kernels.attend import attend_pages as attend_in_torch
 from qkvcache.kernels.select_blocks import select_blocks as reference
 from qkvcache.storage.paged import PAGE
 
-SECTIONS = "steps", "coarse", "batches", "turns"
+SECTIONS = "steps", "batches", "turns"
 CASES = ((8, 131072), (8, 32768), (1, 131072), (1, 32768))
 BATCHES = ((32, 2048, 131072), (64, 1024, 32768))
 """Requests of continuous batching: how many, and the tokens of the shortest and of the longest; their logarithms are evenly spaced."""
@@ -66,15 +66,6 @@ def turn(name: str, rows: int, tokens: int, budget: int, queries: int) -> dict[s
     return found | {"whole_us": graph_us([functools.partial(attend_pages, query, one, causal=True) for one in few])}
 
 
-def coarse(name: str, rows: int, tokens: int, budget: int) -> dict[str, float]:
-    """Microseconds of attention over all tokens in full, and over few of them in full and the rest by upper halves."""
-    query, sets = bf16(rows, HEADS, 1, DIM), [one.paged for one in payloads(name, rows, KV_HEADS, tokens, DIM)]
-    few = [replace(one, budget=AttentionBudget(budget, coarse=True), launches=one.launches) for one in sets]
-    with mock.patch.object(pages, "LEAST_COARSE", 0):
-        us = [graph_us([functools.partial(attend_pages, query, one) for one in each]) for each in (sets, few)]
-    return {"all_us": us[0], "whole_us": us[1]}
-
-
 def chain(name: str, rows: int, tokens: int, budget: int, shortest: int | None = None) -> dict[str, float]:
     """Microseconds of attention over all tokens, and of the parts of attention with a budget."""
     from qkvcache.kernels import triton_select_blocks
@@ -99,7 +90,6 @@ def chain(name: str, rows: int, tokens: int, budget: int, shortest: int | None =
 
 def wrong(name: str) -> str:
     """Differences between the kernels and their references, on real keys of which few have most of the weight."""
-    rest = name in HALVES
     from qkvcache.kernels import fused, triton_select_blocks
 
     torch.manual_seed(0)
@@ -107,42 +97,38 @@ def wrong(name: str) -> str:
     found = []
     for rows, one in ((2, real_payload(name, key, value, 4, 96).paged), (4, requests(name, 4, 700, 9000)[0])):
         query = 3 * bf16(rows, HEADS, 1, DIM)
-        inputs = replace(one, budget=AttentionBudget(1024, coarse=rest))
+        inputs = replace(one, budget=AttentionBudget(1024))
         mine, theirs = triton_select_blocks.select_blocks(query, inputs), reference(query.float(), inputs)
         exists = torch.arange(mine.blocks.shape[2], device=query.device) * pages.BLOCK < mine.lengths[..., None]
         same = (mine.blocks[..., None] == theirs.blocks[..., None, :]).any(-1)[exists].float().mean()
-        out = fused.attend_pages(query, inputs.reading(mine))[0].float()
-        wanted = attend_in_torch(query.float(), inputs.reading(mine))[0]
+        read = replace(inputs, selection=mine)
+        out, wanted = fused.attend_pages(query, read)[0].float(), attend_in_torch(query.float(), read)[0]
         found.append(f"{same:.4f} of the blocks, output differs by {(out - wanted).norm() / wanted.norm():.1e}")
     return f"{name}: {found[0]}; requests: {found[1]}"
 
 
 def run(args: Namespace) -> None:
     if args.check:
-        for name in dict.fromkeys((*FORMATS, *HALVES)):
+        for name in FORMATS:
             print(wrong(name), flush=True)
     alike = [(rows, tokens, None, 1, name, budget) for rows, tokens in CASES for name in FORMATS for budget in BUDGETS]
     batches = [(rows, longest, shortest, 1, FORMATS[0], budget) for rows, shortest, longest in BATCHES for budget in BUDGETS]
-    halves = [(rows, tokens, None, 1, name, budget) for rows, tokens in CASES for name in HALVES for budget in BUDGETS]
     turns = [(8, tokens, None, queries, FORMATS[0], BUDGETS[0]) for tokens in (131072, 32768) for queries in (16, 64, 256)]
-    of = {"steps": alike, "coarse": halves, "batches": batches, "turns": turns}
-    cases = [(section, *case) for section in SECTIONS if section in args.sections for case in of[section]]
-    for section, rows, tokens, shortest, queries, name, budget in in_time(cases, args.minutes):
+    of = {"steps": alike, "batches": batches, "turns": turns}
+    cases = [case for section in SECTIONS if section in args.sections for case in of[section]]
+    for rows, tokens, shortest, queries, name, budget in in_time(cases, args.minutes):
         if code_bytes(name, rows, KV_HEADS, tokens, DIM) > 2**33 and shortest is None:
             continue
         let_go()
         row = {"rows": rows, "tokens": tokens, "format": name, "budget": budget} | ({"shortest": shortest} if shortest else {})
         row |= {"queries": queries} if queries > 1 else {}
-        if section == "coarse":
-            row |= {"rest": "coarse"} | coarse(name, rows, tokens, budget)
-        else:
-            row |= chain(name, rows, tokens, budget, shortest) if queries == 1 else turn(name, rows, tokens, budget, queries)
+        row |= chain(name, rows, tokens, budget, shortest) if queries == 1 else turn(name, rows, tokens, budget, queries)
         let_go()
         if shortest is None:
             row["sdpa_us"], row["sdpa"] = sdpa_us(rows, HEADS, KV_HEADS, tokens, DIM, queries)
         row |= {"bytes_per_token": KNOWN[name].bytes_per_token(DIM), "device": device_name(device())}
         print(row, file=sys.stderr, flush=True)
-        replace_rows(args.out, "attention budget", [row], "device", "rows", "tokens", "shortest", "queries", "format", "budget", "rest")
+        replace_rows(args.out, "attention budget", [row], "device", "rows", "tokens", "shortest", "queries", "format", "budget")
 
 
 def tables(rows: list[dict]) -> Iterator[Table]:
@@ -155,8 +141,7 @@ def tables(rows: list[dict]) -> Iterator[Table]:
                 gains = [f"{row[key] / row['whole_us']:.2f}" if key in row else "" for key in ("all_us", "sdpa_us")]
                 each = f"{row['shortest']:,} to {row['tokens']:,}" if row.get("shortest") else f"{row['tokens']:,}"
                 new = f", {row['queries']} new" if row.get("queries", 1) > 1 else ""
-                read = f"{row['budget']:,}" + ", the rest by halves" * ("rest" in row)
-                lines.append([f"{row['rows']} x {each}{new}", f"`{row['format']}`", read, *us, *gains])
+                lines.append([f"{row['rows']} x {each}{new}", f"`{row['format']}`", f"{row['budget']:,}", *us, *gains])
         yield Table(heads, lines, f"{name}:")
 
 

@@ -28,7 +28,7 @@ from palette import UNCENTERED, format_color
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from qkvcache.formats import REGISTRY, Buffer, Codec, HadaQuant, Int8, TurboQuant
+from qkvcache.formats import REGISTRY, Buffer, Codec, HadaQuant, Int8
 from qkvcache.formats.fp8 import ScaledFloat8
 from qkvcache.kernels.attend import attend_observed
 from qkvcache.kernels.dispatch import sum_attention
@@ -41,9 +41,8 @@ if importlib.util.find_spec("triton"):
     from qkvcache.kernels.triton_dequantize import dequantize_pages
     from qkvcache.kernels.triton_store import quantize_into
 
-HALVES = {format.name: format for format in (TurboQuant("4bit_nc", halves=True), Int8(halves=True))}
-KNOWN = REGISTRY | {"hadaquant_k4v4": HadaQuant(4, 4)} | HALVES
-"""Those in halves are not registered: caches choose them where upper halves are read alone."""
+KNOWN = REGISTRY | {"hadaquant_k4v4": HadaQuant(4, 4), "int8_halves": Int8(halves=True)}
+"""The format in halves is not registered: caches choose it where upper halves are read alone."""
 TURBO = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 HADA = ("hadaquant_k4v4", "hadaquant_k4v3", "hadaquant_k3v3", "hadaquant_k3v2", "hadaquant_k2v2")
 FORMATS = ("identity", "int8", "fp8", TURBO[0], "nvfp4", "int4", "int4_vllm", *TURBO[1:], *HADA)

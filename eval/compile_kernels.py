@@ -43,7 +43,7 @@ from qkvcache.kernels import (  # noqa: E402
 )
 from qkvcache.kernels.fused import EXACT_TILE, OF_SHARED, SUM_TOKENS, TILES, launched  # noqa: E402
 from qkvcache.kernels.pages import BLOCK, GATHER_TILE  # noqa: E402
-from qkvcache.kernels.triton_attend import SCORED, attend_kernel  # noqa: E402
+from qkvcache.kernels.triton_attend import attend_kernel  # noqa: E402
 from qkvcache.kernels.triton_attend_tiles import attend_tiles_kernel  # noqa: E402
 from qkvcache.kernels.triton_join import reduce_kernel, rotate_kernel  # noqa: E402
 from qkvcache.kernels.triton_sum_splits import sum_splits_kernel  # noqa: E402
@@ -63,7 +63,7 @@ RECORD_TYPES = dict.fromkeys(("row_lengths", "columns", "order", "where"), "*i64
 RECORD_TYPES |= {"records": ("*i32", "*fp32", "*fp32", "*fp32")}
 OPTIONS = (
     Int8("token"), Int8(symmetric=False), Int8(halves=True), FP8(scale="token"), FP8("e5m2"), FP8("e5m2", scale="tensor"),
-    Int4("group"), TurboQuant("3bit_nc", center=False), TurboQuant("4bit_nc", halves=True), HadaQuant(4, 4),
+    Int4("group"), TurboQuant("3bit_nc", center=False), HadaQuant(4, 4),
 )  # fmt: skip
 """Formats with kinds of codes, scales and spans that no registered format has."""
 FORMATS = REGISTRY | {format.name: format for format in OPTIONS}
@@ -89,7 +89,6 @@ VARIANTS: dict[str, dict[str, object]] = {
     "shared items": {"ITEMS": 8, "COUNTED": True, "BASE": 0, "PANEL": 8, "EXACT": False},
     "blocks": {"BLOCK": BLOCK, "T": BLOCK, "COUNTED": True},
     "branches": {"PANEL": 8, "EXACT": False},
-    "rest": {"COUNTED": True, "EXACT": False, "KIND": SCORED.value},
 }
 
 
@@ -121,8 +120,7 @@ def strides_aligned(name: str) -> bool:
 
 
 def attention(format: str, head_dim: int, target: str, variant: str = "", dtype: str = "bf16", rows: int = 1) -> Job:
-    codecs = (codec.coarse if variant == "rest" else codec for codec in FORMATS[format].codecs())
-    key, value = (codec.packed_layout for codec in codecs)
+    key, value = (codec.packed_layout for codec in FORMATS[format].codecs())
     assert key and value, format
     nvidia = TARGETS[target].backend == "cuda"
     launch = OF_SHARED if "PANEL" in VARIANTS[variant] else launched(key, value, head_dim, rows, nvidia)
@@ -136,7 +134,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
         "table": "*i32" if "ITEMS" in VARIANTS[variant] else "*i64",
         "mask": "*fp32" if variant == "float" else "*u8",
     }
-    types |= dict.fromkeys(("part", "maxima", "sums", "tops", "scores"), "*fp32") | {"weights": "*bf16"}
+    types |= dict.fromkeys(("part", "maxima", "sums", "tops"), "*fp32") | {"weights": "*bf16"}
     types |= dict.fromkeys(("scaling", "softcap"), "fp32") | dict.fromkeys(("rows", "lengths", "items", "firsts", "blocks", "read"), "*i32")
     types |= {"exact_strides": ("i32",) * 12} | {"mean_strides": ("i32",) * 2}
     for side, how in (("k", key), ("v", value)):
@@ -148,7 +146,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
         "K_ONCE": 0, "V_ONCE": 0, "k_strides": _strides_of(key, head_dim, dtype), "v_strides": _strides_of(value, head_dim, dtype),
         "SOFTCAP": False, "MASK": "none", "CAUSAL": False,
         "ARCH": TARGETS[target].arch if nvidia else 0, "EXACT": True, "TURN": rotation_block(head_dim) ** -0.5 if key.rotated else 1.0,
-        "ATTENTION_SUMS": 0, "COUNTED": False, "PAGE": PAGE, "BASE": ANCHOR, "ITEMS": False, "BLOCK": 0, "KIND": 0, "PANEL": 0,
+        "ATTENTION_SUMS": 0, "COUNTED": False, "PAGE": PAGE, "BASE": ANCHOR, "ITEMS": False, "BLOCK": 0, "PANEL": 0,
     }  # fmt: skip
     options: dict[str, object] = {"num_warps": launch.warps, "num_stages": launch.stages}
     if launch.registers and nvidia:
@@ -200,10 +198,11 @@ def attention_to_latents(format: str, target: str, rows: int = 128, variant: str
 def scoring(format: str, head_dim: int, target: str) -> Job:
     job, kernel = attention(format, head_dim, target, "store"), triton_select_blocks.score_blocks_kernel
     names = {param.name for param in kernel.params}
-    types = {name: kind for name, kind in job.types.items() if name in names}
+    types = {name: kind for name, kind in job.types.items() if name in names} | {"scores": "*fp32"}
     constants = {name: x for name, x in job.constants.items() if name in names}
-    key = FORMATS[format].key.coarse.packed_layout
-    assert key
+    whole = FORMATS[format].key.packed_layout
+    assert whole
+    key = whole.upper or whole
     constants |= {"K": key, "k_strides": _strides_of(key, head_dim, "bf16")}
     constants |= {"R": 8 if constants["ARCH"] else 16, "T": triton_select_blocks.TILE, "MASK": "none", "BLOCK": BLOCK}
     return Job(
@@ -426,9 +425,8 @@ def jobs(everything: bool) -> Iterator[Job]:
                 continue
             yield from (attention(format, 128, target, variant) for variant in ("items", "shared items", "blocks", "branches"))
             yield scoring(format, 128, target)
-            if (halves := FORMATS[format].in_halves()) is not None and halves.name in FORMATS:
+            if (halves := FORMATS[format].in_halves()).name not in formats:
                 yield attention(halves.name, 128, target)
-                yield attention(halves.name, 128, target, "rest")
             if format != "identity":
                 yield attention_in_tiles(format, 128, target, 128)
                 yield attention_in_tiles(format, 128, target, 128, "blocks")

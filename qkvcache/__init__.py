@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         SlidingWindowCache,
         TurboQuantCache,
     )
-    from .caches.default import default
     from .caches.warmup import warmup
     from .evaluation.calibrate import calibrate
     from .evaluation.profile_heads import profile_heads
@@ -40,7 +39,6 @@ __all__ = [
     "attach",
     "calibrate",
     "continuous_batching",
-    "default",
     "detach",
     "formats",
     "plan",

@@ -23,9 +23,6 @@ Budget = Annotated[float | None, typer.Option(help="Tokens that the policy retai
 AttentionBudget = Annotated[
     float | None, typer.Option(help="Tokens that each query reads of those that are kept: a number from 1 on, or a share such as 0.125.")
 ]
-AttentionRest = Annotated[
-    str, typer.Option(help="What a query does not read in full: 'drop', or 'coarse', which reads it by the upper halves of its codes.")
-]
 OffloadPages = Annotated[bool, typer.Option("--offload-pages", help="With an attention budget, quantized tokens lie in host memory.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: a GPU if there is one.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]

@@ -37,7 +37,6 @@ FORMAT_ERRORS: dict[formats.Format, float] = {
     TurboQuant("k8v4"): 0.106,
     TurboQuant("k8v4", center=False): 0.106,
     TurboQuant("4bit_nc"): 0.106,
-    TurboQuant("4bit_nc", halves=True): 0.106,
     TurboQuant("k3v4_nc"): 0.194,
     TurboQuant("3bit_nc"): 0.226,
     TurboQuant("3bit_nc", center=False): 0.226,
@@ -64,7 +63,7 @@ def slowly(values: Iterable, fast: Iterable) -> list:
 COVER = slowly(
     FORMATS,
     ["identity", "int8", "int8_asymmetric", "fp8_token", "fp8_tensor", "fp8_e5m2_tensor", "int4", "int4_vllm", "nvfp4_mse",
-     "turboquant_4bit_nc", "turboquant_4bit_nc_halves", "turboquant_3bit_nc", "hadaquant_k3v2", "int8_halves"],
+     "turboquant_4bit_nc", "turboquant_3bit_nc", "hadaquant_k3v2", "int8_halves"],
 )  # fmt: skip
 """Formats that have each kind of code, of scale, of group and of rotation once at least; for properties at their lowest level."""
 THREE = slowly(FORMATS, ["fp8_token", "turboquant_3bit_nc", "hadaquant_k3v2"])

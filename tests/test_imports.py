@@ -10,7 +10,7 @@ import qkvcache
 HEAVY = {"torch", "transformers", "triton", "accelerate", "datasets", "scipy", "safetensors", "sympy"}
 OF_MODELS = {"torch._dynamo", "sympy", "scipy", "transformers.modeling_utils", "transformers.masking_utils", "datasets", "rich", "typer"}
 """Modules that transformers loads with a model, in a second or two, and modules of the command."""
-CACHES = "from qkvcache import TurboQuantCache, attach, default, detach, formats, plan, policies, recommend, warmup"
+CACHES = "from qkvcache import TurboQuantCache, attach, detach, formats, plan, policies, recommend, warmup"
 EVERY_HELP = """
 import typer, qkvcache.cli
 from typer.testing import CliRunner

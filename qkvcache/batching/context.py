@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from .. import formats
 from ..attention import install
-from ..caches.arguments import OWN_ATTENTION, budget_of, in_halves
+from ..caches.arguments import OWN_ATTENTION, budget_of
 from ..caches.base import head_dim_of
 from ..formats import Format, FormatByLayer
 from ..kernels import on_triton
@@ -94,7 +94,6 @@ def continuous_batching(
     residual_length: int = 64,
     num_sink_tokens: int = 4,
     attention_budget: int | float | Literal["auto"] | None = None,
-    attention_rest: Literal["drop", "coarse"] = "drop",
     offload_pages: bool = False,
     statistics: Statistics | str | Path | None = None,
     store: PrefixStore | None = None,
@@ -114,7 +113,6 @@ def continuous_batching(
         num_sink_tokens: number of first tokens of each request that stay in the model's dtype, in layers without a sliding window.
         attention_budget: as of `CompressedCache`, of each request: tokens, or a share of them, that a step with one new token reads beside
             the exact ones. Prompts, and layers with a sliding window, read everything. None: all.
-        attention_rest: as of `CompressedCache`: "drop", or "coarse", which takes a format with upper halves.
         offload_pages: an option of caches, refused here: requests share the pages of one pool on the GPU.
         statistics: for formats with one mean or scale for all tokens: the `batching.statistics` of an earlier run, or the file that its
             `save` wrote. None: they come from the first batch of prompts and are frozen for all later requests.
@@ -125,7 +123,7 @@ def continuous_batching(
         NotImplementedError: a release of transformers that is not supported, models with linear, chunked or latent attention or with
             attention code of their own, or encoder-decoders; pages in host memory.
         ValueError: an unknown format or one that cannot hold the model's head_dim; negative sizes; an attention budget that is no number of
-            tokens and no share; a coarse rest without one, or in a format without halves; statistics of another format or model; the store
+            tokens and no share; statistics of another format or model; the store
             of another model; a model that already batches on compressed pages.
         TypeError: `format`, `statistics`, `attention_budget`, `store` or a size of another type.
     """
@@ -138,8 +136,8 @@ def continuous_batching(
     resolved = formats.resolve(format)
     check_count("num_sink_tokens", num_sink_tokens)
     check_count("residual_length", residual_length)
-    budget = budget_of(attention_budget, attention_rest)
-    resolved = in_halves(resolved, budget)
+    if (budget := budget_of(attention_budget)) is not None:
+        resolved = resolved.in_halves()
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
     check_config(model.config)

@@ -1,7 +1,6 @@
 """Caches to pass as `past_key_values`."""
 
 from .base import CompressedCache, Memory
-from .default import default
 from .named import (
     CombinedCache,
     H2OCache,
@@ -25,6 +24,5 @@ __all__ = [
     "SinkCache",
     "SlidingWindowCache",
     "TurboQuantCache",
-    "default",
     "warmup",
 ]

@@ -10,7 +10,7 @@ from typing import Literal
 from transformers import DynamicCache, PreTrainedConfig
 
 from ..formats import Format, FormatByLayer
-from ..formats.base import check_option, hint
+from ..formats.base import hint
 from ..kernels import AttentionBudget
 from ..kernels.pages import WHOLE
 from ..policies import Policy, check_count
@@ -39,45 +39,23 @@ def layer_indices(skip_layers: Iterable[int]) -> tuple[int, ...]:
     return tuple(skip_layers)
 
 
-def in_halves(format: Format | FormatByLayer, budget: AttentionBudget | None) -> Format | FormatByLayer:
-    """`format` with the upper halves of codes in planes of their own, if it has such a form and attention with `budget` reads them alone.
-    Raises ValueError where a coarse rest needs them and there are none."""
-    if budget is None:
-        return format
-    if isinstance(format, FormatByLayer):
-        return FormatByLayer(tuple(in_halves(each, budget) for each in format.formats))  # type: ignore[misc]
-    found = format.in_halves()
-    if not budget.coarse:  # blocks are chosen by keys alone, and those of 4 bits have halves already
-        return format if found is None or format.key.coarse != format.key else found
-    if found is None:
-        raise ValueError(
-            f"attention_rest='coarse' with format={format.name!r}: its codes of keys or of values have no halves to be read alone; use "
-            "'turboquant_4bit_nc', 'int8' or formats.HadaQuant(4, 4)"
-        )
-    return found
-
-
-def budget_of(attention_budget: int | float | Literal["auto"] | None, attention_rest: str = "drop") -> AttentionBudget | None:
-    """The tokens that attention reads. Raises TypeError for another type, ValueError for less than a token, for a share that is not
-    between 0 and 1, and for another rest, or one without a budget."""
-    check_option("attention_rest", attention_rest, ("drop", "coarse"))
-    coarse = attention_rest == "coarse"
+def budget_of(attention_budget: int | float | Literal["auto"] | None) -> AttentionBudget | None:
+    """The tokens that attention reads. Raises TypeError for another type, ValueError for less than a token, and for a share that is not
+    between 0 and 1."""
     if attention_budget is None:
-        if coarse:
-            raise ValueError("attention_rest='coarse' without attention_budget: everything is read in full; pass a budget, such as 4096")
         return None
     if attention_budget == "auto":
-        return AttentionBudget(LEAST_AUTO, WHOLE // 4, coarse)
+        return AttentionBudget(LEAST_AUTO, WHOLE // 4)
     if isinstance(attention_budget, bool) or not isinstance(attention_budget, int | float):
         raise TypeError(
             f"attention_budget={attention_budget!r}: expected a number of tokens, such as 4096, a share, such as 0.125, or 'auto'"
         )
     if isinstance(attention_budget, int):
         check_count("attention_budget", attention_budget, least=1)
-        return AttentionBudget(attention_budget, coarse=coarse)
+        return AttentionBudget(attention_budget)
     if not 0 < attention_budget < 1:
         raise ValueError(f"attention_budget={attention_budget}: a share is between 0 and 1; pass a whole number for tokens")
-    return AttentionBudget(LEAST_READ, math.ceil(attention_budget * WHOLE), coarse)
+    return AttentionBudget(LEAST_READ, math.ceil(attention_budget * WHOLE))
 
 
 def refuse_unknown(cache: DynamicCache, options: Mapping[str, object], format: Format | FormatByLayer, policy: Policy | None) -> None:

@@ -37,7 +37,7 @@ from ..layers.static_sliding import StaticSlidingLayer
 from ..policies import Budget, KVzip, Policy, check_count
 from ..storage import check_room
 from . import convert, saving
-from .arguments import budget_of, in_halves, layer_indices, refuse_unknown, why_not_evict
+from .arguments import budget_of, layer_indices, refuse_unknown, why_not_evict
 from .biased import BiasedKeys
 from .compress import fill, read_twice
 from .memory import Memory, measured
@@ -92,12 +92,9 @@ class CompressedCache(DynamicCache):
             weights, by the keys' codes (`docs/guides/long-context.md`), once for each 32 new tokens. Until there are more tokens than the
             budget, attention reads everything, as it always does for more than 512 new tokens at once (parts of a prompt), and on a GPU
             where choosing takes longer than reading.
-        attention_rest: the tokens that are not chosen: "drop" leaves them out; "coarse" reads them by the upper halves of their codes,
-            in formats that have these (`turboquant_4bit_nc`, `HadaQuant(4, 4)`, `int8`), with a fraction of the error. It saves time where
-            attention is over more than a few hundred thousand tokens of all requests.
         offload_pages: keeps quantized tokens in host memory, and on the GPU what each step reads: what chooses blocks (of 4-bit keys in two
-            planes and of `int8` the upper halves; with `attention_rest="coarse"` those of values too), the exact tokens, and the blocks
-            that the last steps read, twice the budget. Needs `attention_budget`.
+            planes and of `int8` the upper halves), the exact tokens, and the blocks that the last steps read, twice the budget. Needs
+            `attention_budget`.
         offloading: keeps all layers except the running one in host memory, as DynamicCache does.
 
     Raises:
@@ -125,7 +122,6 @@ class CompressedCache(DynamicCache):
         max_length: int | None = None,
         compile: bool = False,
         attention_budget: int | float | Literal["auto"] | None = None,
-        attention_rest: Literal["drop", "coarse"] = "drop",
         offload_pages: bool = False,
         offloading: bool = False,
         **unknown: Never,
@@ -148,11 +144,12 @@ class CompressedCache(DynamicCache):
         self._layer_options = {"num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
         self.max_length, self.compile = max_length, compile or max_length is not None
         self._why_static = "compile=True" if max_length is None else "max_length"
-        self.attention_budget, self.attention_rest, self.offload_pages = attention_budget, attention_rest, offload_pages
         self.skip_layers = skip_layers
-        self._attention_budget = budget_of(attention_budget, attention_rest)
+        self.attention_budget, self.offload_pages = attention_budget, offload_pages
+        self._attention_budget = budget_of(attention_budget)
         self._check_storage(offloading)
-        self.format = in_halves(self.format, self._attention_budget)
+        if self._attention_budget is not None:
+            self.format = self.format.in_halves()
         self._rope: Rope | None = None
         self._shares_keys = False
         self._exact: frozenset[int] = frozenset()
@@ -598,7 +595,6 @@ class CompressedCache(DynamicCache):
         compressed = sum(isinstance(layer, CompressedLayer) and not isinstance(layer.format, formats.Identity) for layer in self.layers)
         evicting = sum(isinstance(layer, EvictingLayer) and i not in self._exact for i, layer in enumerate(self.layers))
         options: dict[str, Any] = {"policy": self.policy, "attention_budget": self.attention_budget}
-        options |= {"attention_rest": self.attention_rest} if self.attention_rest != "drop" else {}
         options |= {"offload_pages": True} if self.offload_pages else {}
         shown = "".join(f", {name}={x!r}" for name, x in (options | self._layer_options).items() if x is not None)
         return (

@@ -34,7 +34,6 @@ class FormatOptions(Options, total=False):
     policy: str | Policy | None
     num_sink_tokens: int
     attention_budget: int | float | Literal["auto"] | None
-    attention_rest: Literal["drop", "coarse"]
     offload_pages: bool
 
 

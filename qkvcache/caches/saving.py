@@ -23,7 +23,7 @@ WHAT = "qkvcache_cache"
 """The kind of file."""
 CLASSES = {kind.__name__: kind for kind in (*map(type, REGISTRY.values()), *POLICIES.values(), Budget, FormatByLayer)}
 """The classes of values that a file holds by name."""
-OPTIONS = ("policy", "skip_layers", "max_length", "attention_budget", "attention_rest", "offload_pages", "offloading")
+OPTIONS = ("policy", "skip_layers", "max_length", "attention_budget", "offload_pages", "offloading")
 MODEL = (
     "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "kv_lora_rank",
     "vocab_size", "sliding_window", "rope_parameters",

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..options import MODEL, AttentionRest, OffloadPages, budget_of, bytes_of, examples, model_of, refusals
+from ..options import MODEL, OffloadPages, budget_of, bytes_of, examples, model_of, refusals
 
 app = typer.Typer()
 
@@ -28,7 +28,6 @@ def serve(
     attention_budget: Annotated[
         float | None, typer.Option(help="Quantized tokens of a request that a step reads: a number from 1 on, or a share such as 0.125.")
     ] = None,
-    attention_rest: AttentionRest = "drop",
     offload_pages: OffloadPages = False,
     metrics_interval: Annotated[float, typer.Option(help="Seconds between two lines of metrics; 0 prints none.", min=0)] = 10.0,
     store: Annotated[
@@ -52,8 +51,7 @@ def serve(
         from ..batching.server import Server
 
         cache = {"format": format, "num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
-        cache |= {"attention_budget": budget_of(attention_budget, "--attention-budget"), "attention_rest": attention_rest}
-        cache |= {"offload_pages": offload_pages}
+        cache |= {"attention_budget": budget_of(attention_budget, "--attention-budget"), "offload_pages": offload_pages}
         size = int(bytes_of(store_bytes, "--store-bytes") or 0)
         stored: dict[str, Any] = {"store": store, "store_bytes": size, "store_time_to_live": store_time_to_live}
         server = Server(model, cache, metrics_interval=metrics_interval, grace_seconds=grace_seconds, **stored, **options)

@@ -14,7 +14,6 @@ from rich.table import Table
 from ..options import (
     MODEL,
     AttentionBudget,
-    AttentionRest,
     Budget,
     Device,
     JsonOption,
@@ -60,7 +59,6 @@ def bench(
     policy: Annotated[str | None, typer.Option(help="Eviction policy of every cache but the dense one: h2o, keydiff and others.")] = None,
     budget: Budget = None,
     attention_budget: AttentionBudget = None,
-    attention_rest: AttentionRest = "drop",
     offload_pages: OffloadPages = False,
     tokens: Annotated[int, typer.Option(help="Tokens of the prompt.", min=2)] = 2000,
     batch: Annotated[int, typer.Option(help="Prompts that run together.", min=1)] = 1,
@@ -85,7 +83,7 @@ def bench(
     names = [name for name in REGISTRY if name != "identity"] if formats == "all" else formats.split(",")
     longest = tokens + new_tokens if preallocate else None
     with refusals():
-        reading: dict[str, Any] = {"attention_budget": read, "attention_rest": attention_rest, "offload_pages": offload_pages}
+        reading: dict[str, Any] = {"attention_budget": read, "offload_pages": offload_pages}
         specs = [CacheSpec(cache=name, policy=policy, budget=size, max_length=longest, **reading) for name in names]
         quiet()
         network, tokenizer = models.load(path, computes_in, on)

@@ -12,7 +12,6 @@ from rich.table import Column, Table
 from ..options import (
     MODEL,
     AttentionBudget,
-    AttentionRest,
     Budget,
     JsonOption,
     OffloadPages,
@@ -81,7 +80,6 @@ def plan(
     residual_length: Annotated[int, typer.Option(help="Last tokens that stay in the model's dtype.", min=0)] = 64,
     max_length: Annotated[int | None, typer.Option(help="Tokens for which storage is allocated at once. Default: the cache grows.")] = None,
     attention_budget: AttentionBudget = None,
-    attention_rest: AttentionRest = "drop",
     offload_pages: OffloadPages = False,
     json_output: JsonOption = False,
 ) -> None:
@@ -93,7 +91,7 @@ def plan(
         "policy": _policy(policy, budget), "context": context, "batch": batch, "requests": _mix(requests),
         "gpu_memory": bytes_of(gpu_memory, "--gpu-memory"), "weights_memory": bytes_of(weights_memory, "--weights-memory"),
         "tensor_parallel": tensor_parallel, "dtype": dtype and dtype_of(dtype), "num_sink_tokens": num_sink_tokens,
-        "residual_length": residual_length, "max_length": max_length, "attention_rest": attention_rest, "offload_pages": offload_pages,
+        "residual_length": residual_length, "max_length": max_length, "offload_pages": offload_pages,
         "attention_budget": budget_of(attention_budget, "--attention-budget"),
     }  # fmt: skip
     config = _config(model)

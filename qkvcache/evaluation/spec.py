@@ -15,7 +15,7 @@ from ..policies import check_count
 DENSE = "dynamic"
 OF_POLICY = ("budget", "recent", "head_profile")
 """Options that need a policy."""
-OF_ANY = ("residual_length", "max_length", "attention_budget", "attention_rest", "offload_pages")
+OF_ANY = ("residual_length", "max_length", "attention_budget", "offload_pages")
 """Options that CompressedCache takes under the same names."""
 
 
@@ -32,7 +32,7 @@ class CacheSpec:
         recent: as the policy takes it; None: its default.
         head_profile: the path of a profile of the model (`qkvcache profile-heads`), which divides the budget among heads.
         num_sink_tokens: first tokens that stay in the model's dtype and that the policy retains; None: 4, and the policy's default.
-        residual_length, max_length, attention_budget, attention_rest, offload_pages: as CompressedCache takes them.
+        residual_length, max_length, attention_budget, offload_pages: as CompressedCache takes them.
 
     Raises:
         ValueError: an unknown name, sizes that contradict each other, options that a DynamicCache does not have.
@@ -48,7 +48,6 @@ class CacheSpec:
     residual_length: int = 64
     max_length: int | None = None
     attention_budget: int | float | Literal["auto"] | None = None
-    attention_rest: Literal["drop", "coarse"] = "drop"
     offload_pages: bool = False
 
     def __post_init__(self) -> None:
@@ -61,7 +60,7 @@ class CacheSpec:
             raise ValueError(f"cache={DENSE!r} takes no {' and no '.join(given)}: pass a format, or cache='identity' for the model's dtype")
         check_count("num_sink_tokens", self._exact)
         check_count("residual_length", self.residual_length)
-        budget_of(self.attention_budget, self.attention_rest)
+        budget_of(self.attention_budget)
         if not self.dense:
             formats.resolve(self.cache)
         if self.policy is not None:
@@ -86,8 +85,8 @@ class CacheSpec:
     @property
     def name(self) -> str:
         if self.policy is None:
-            rest = " and the rest by halves" * (self.attention_rest == "coarse") + ", pages on the host" * self.offload_pages
-            return self.cache if self.attention_budget is None else f"{self.cache} reading {_amount(self.attention_budget)}{rest}"
+            where = ", pages on the host" * self.offload_pages
+            return self.cache if self.attention_budget is None else f"{self.cache} reading {_amount(self.attention_budget)}{where}"
         budget = "" if self.budget is None else f" {_amount(self.budget)}"
         return f"{self.cache} + {self.policy}{budget}" + (" by head" if self.head_profile else "")
 

@@ -43,14 +43,14 @@ class Buffer:
         return (self.dtype or model_dtype).itemsize * self.width
 
 
-AT_ONCE = {"e4m3": 2, "e5m2": 2, "int8_halves": 4, "int4": 4, "int4_halves": 4, "lut4": 4, "int2": 8, "int3": 16, "lut3": 16}
+AT_ONCE = {"e4m3": 2, "e5m2": 2, "int8_halves": 4, "int4": 4, "lut4": 4, "int2": 8, "int3": 16, "lut3": 16}
 """Channels that the torch operations of a codec read at a time, by `PackedLayout.kind`; others read one."""
 BITS = {
-    "half": 16, "int8": 8, "int8_halves": 8, "uint8": 8, "e4m3": 8, "e5m2": 8, "int4": 4, "int4_halves": 4, "lut4": 4, "e2m1": 4,
+    "half": 16, "int8": 8, "int8_halves": 8, "uint8": 8, "e4m3": 8, "e5m2": 8, "int4": 4, "lut4": 4, "e2m1": 4,
     "int3": 3, "lut3": 3, "int2": 2,
 }  # fmt: skip
 """Bits of a code, by `PackedLayout.kind`."""
-HIGH_BITS = {"int8_halves": 4, "int4_halves": 2, "lut4": 2, "int3": 1, "lut3": 1}
+HIGH_BITS = {"int8_halves": 4, "lut4": 2, "int3": 1, "lut3": 1}
 """Those of them that lie in a plane of high bits, by `PackedLayout.kind`; others have none."""
 
 
@@ -61,9 +61,9 @@ class PackedLayout:
 
     kind      half: codes are numbers in the model's dtype
               int8, uint8, e4m3, e5m2: a byte each; int8_halves: int8 + 128
-              int4, int4_halves, int3: unsigned integers, int4 with fp32 or fp16 the upper half of int8_halves; lut4, lut3: indices of
-              the Lloyd-Max levels of `codebooks.py`; int2: even steps: the upper two bits of int4_halves (with `pair`) or of lut4,
-              read alone, or codes of 2 bits; e2m1: as in `nvfp4.py`
+              int4, int3: unsigned integers, int4 with fp32 or fp16 the upper half of int8_halves; lut4, lut3: indices of the Lloyd-Max
+              levels of `codebooks.py`; int2: even steps: the upper two bits of lut4, read alone, or codes of 2 bits; e2m1: as in
+              `nvfp4.py`
               `packing.py` says in which order channels lie in words
     scale     none
               fp32, fp16: one for each token
@@ -188,14 +188,9 @@ class Codec(ABC):
             return f"{layout.bits}-bit codes are read {channels} channels at a time, and it is no multiple of that; use 'int8'"
         return None
 
-    @property
-    def coarse(self) -> Codec:
-        """The codec that reads the upper halves of these codes alone, where they have a plane of their own; else this one."""
-        return _coarse(self)
-
     def unpack_upper(self, codes: Codes, head_dim: int) -> QuantizedValues:
-        """`unpack` of the upper halves of codes, where they have a plane of their own."""
-        raise NotImplementedError(f"{self} has no upper halves")
+        """`unpack` of the upper halves of codes where they have a plane of their own (`PackedLayout.upper`), else of all bits."""
+        return self.unpack(codes, head_dim)
 
     def rotate(self, x: Tensor) -> Tensor:
         """The vectors `x` `[B, H, T, D]` rotated for storage, before quantization, fp32; `rotate(q) . rotate(k) = q .
@@ -210,38 +205,6 @@ class Codec(ABC):
         levels, scale, offset, center = self.unpack(codes, head_dim)
         stored = affine(levels, scale, offset)
         return self.unrotate(stored if center is None else stored + center).to(dtype)
-
-
-@dataclass(frozen=True)
-class UpperHalves(Codec):
-    """The upper halves of the codes of another codec, read alone: each stands for the four values that share it. Half of the bytes of a
-    code tell which keys a query matches nearly as well as all of them."""
-
-    codec: Codec
-
-    @property
-    def rotation(self) -> Hadamard | None:  # type: ignore[override]
-        return self.codec.rotation
-
-    @property
-    def packed_layout(self) -> PackedLayout | None:
-        layout = self.codec.packed_layout
-        return layout and layout.upper
-
-    def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
-        return tuple(buffer for buffer in self.codec.buffers(head_dim) if buffer.name != "low")
-
-    def quantize(self, x: Tensor, statistics: Codes) -> Codes:
-        return {name: codes for name, codes in self.codec.quantize(x, statistics).items() if name != "low"}
-
-    def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
-        return self.codec.unpack_upper(codes, head_dim)
-
-
-@cache
-def _coarse(codec: Codec) -> Codec:
-    layout = codec.packed_layout
-    return UpperHalves(codec) if layout and layout.upper else codec
 
 
 @cache
@@ -284,9 +247,9 @@ class Format(ABC):
         buffers = [b for codec, dim in sides for b in codec.buffers(dim) if b.tokens == "each"]
         return sum(b.nbytes() * (kv_heads if b.heads == "each" else 1) for b in buffers)
 
-    def in_halves(self) -> Format | None:
-        """This format with the upper halves of all codes in planes of their own; None if it has no such form."""
-        return self if all(codec.coarse != codec for codec in self.codecs()) else None
+    def in_halves(self) -> Format:
+        """This format with the upper halves of the codes of keys in a plane of their own, if it has such a form."""
+        return self
 
     def for_layers(self, count: int) -> tuple[Format, ...]:
         """The formats of `count` full-attention layers: this one for each (`FormatByLayer` has several)."""

@@ -49,6 +49,10 @@ class FormatByLayer:
             raise ValueError(f"{len(self.formats)} formats for {count} full-attention layers: pass one for all, or one for each")
         return self.formats
 
+    def in_halves(self) -> FormatByLayer:
+        """The formats of the layers in halves (`Format.in_halves`)."""
+        return FormatByLayer(tuple(format.in_halves() for format in self.formats))
+
     def bytes_per_token(self, head_dim: int, kv_heads: int = 1, value_dim: int | None = None) -> float:
         """Bytes of one token of one layer, the mean over layers of the same shape (`Format.bytes_per_token`)."""
         return sum(format.bytes_per_token(head_dim, kv_heads, value_dim) for format in self.formats) / len(self.formats)

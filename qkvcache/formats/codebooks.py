@@ -62,11 +62,6 @@ def grid_steps(counts: tuple[int, ...]) -> tuple[int, ...]:
     return *(-1 - n for n in reversed(counts)), *counts
 
 
-UPPER_EVEN: float = 4.0
-"""The same for 16 even steps between the minimum and the maximum of a vector, in these steps. 3.5 has the least squared error, a tenth
-less, and greater divergence."""
-
-
 @functools.cache
 def midpoints(bits: int) -> tuple[float, ...]:
     """The midpoints between neighbouring levels, ascending."""

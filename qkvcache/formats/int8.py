@@ -65,6 +65,8 @@ class SymmetricInt8(Codec):
 
     def unpack_upper(self, codes: Codes, head_dim: int) -> QuantizedValues:
         """`unpack` of the upper halves, to the middle of the sixteen codes of each."""
+        if not self.halves:
+            return self.unpack(codes, head_dim)
         scale = codes["scale"].float()
         return QuantizedValues(lookup({"codes": codes["high"]}, 4, NIBBLES), 16 * scale, -120.5 * scale)
 
@@ -74,8 +76,8 @@ class Int8(Format):
     """INT8 with a scale for each token and head, or for each token over all heads.
 
     `scale="token"` crosses heads, so tensor parallelism changes its results; it is the RFC's rule, not the default. Keys are quantized
-    around their mean, each head around its own, unless `center=False`, the authors' form. With `halves`, codes lie in two planes, and the
-    upper four bits can be read alone; what they stand for is the same.
+    around their mean, each head around its own, unless `center=False`, the authors' form. With `halves`, the codes of keys lie in two
+    planes, and the upper four bits can be read alone; what they stand for is the same.
     """
 
     scale: Literal["token_head", "token"] = "token_head"
@@ -96,8 +98,9 @@ class Int8(Format):
         return "int8" + "".join(option for option, chosen in options.items() if chosen) + "_uncentered" * (not self.center)
 
     def codecs(self) -> tuple[Codec, Codec]:
-        codec = SymmetricInt8(self.scale, halves=self.halves) if self.symmetric else Uniform(bits=8)
-        return Centered.of(codec) if self.center else codec, codec
+        value = SymmetricInt8(self.scale) if self.symmetric else Uniform(bits=8)
+        key = SymmetricInt8(self.scale, halves=True) if self.halves else value
+        return Centered.of(key) if self.center else key, value
 
-    def in_halves(self) -> Format | None:
-        return replace(self, halves=True) if self.symmetric else None
+    def in_halves(self) -> Format:
+        return replace(self, halves=True) if self.symmetric else self

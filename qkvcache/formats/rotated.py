@@ -52,6 +52,8 @@ class Rotated(Codec):
 
     def unpack_upper(self, codes: Codes, head_dim: int) -> QuantizedValues:
         """`unpack` of the upper halves, to the levels of 2 bits. Scores have about the error of `Rotated(2)`."""
+        if not self._halves:
+            return self.unpack(codes, head_dim)
         return _in_steps({"codes": codes["high"], "scale": codes["scale"]}, 2)
 
 

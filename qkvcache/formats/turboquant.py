@@ -16,7 +16,7 @@ Bytes of a token and head: k8v4 198, 4bit_nc 134, k3v4_nc 118, 3bit_nc 102 at he
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -35,27 +35,19 @@ PRESETS: dict[Preset, tuple[Literal[3, 4, 8], Literal[3, 4]]] = {"k8v4": (8, 4),
 @dataclass(frozen=True)
 class TurboQuant(Format):
     """TurboQuant: `preset` ("k8v4", "4bit_nc", "k3v4_nc" or "3bit_nc") chooses the bits of keys and values. Keys are quantized around
-    their mean unless `center=False`, the authors' form. With `halves`, values of 4 bits lie in two planes as such keys do, so that the
-    upper halves of both can be read alone; attention over all bits then takes a little longer. Raises ValueError for another preset, and
-    for halves of 3 bits."""
+    their mean unless `center=False`, the authors' form. Raises ValueError for another preset."""
 
     preset: Preset = "4bit_nc"
     center: bool = True
-    halves: bool = False
 
     def __post_init__(self) -> None:
         check_option("preset", self.preset, PRESETS)
-        if self.halves and PRESETS[self.preset][1] != 4:
-            raise ValueError(f"halves=True with preset={self.preset!r}: values of 3 bits have no halves; leave it out")
 
     @property
     def name(self) -> str:
-        return f"turboquant_{self.preset}" + "_halves" * self.halves + ("" if self.center else "_uncentered")
+        return f"turboquant_{self.preset}" + ("" if self.center else "_uncentered")
 
     def codecs(self) -> tuple[Codec, Codec]:
         key_bits, value_bits = PRESETS[self.preset]
         key = SymmetricInt8(scale_dtype=torch.float16) if key_bits == 8 else Rotated(key_bits)
-        return Centered.of(key) if self.center else key, Uniform(value_bits, self.halves)
-
-    def in_halves(self) -> Format | None:
-        return replace(self, halves=True) if self.preset == "4bit_nc" else None
+        return Centered.of(key) if self.center else key, Uniform(value_bits)

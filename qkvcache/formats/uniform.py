@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from .base import Buffer, Codec, Codes, PackedLayout, QuantizedValues
-from .codebooks import UPPER_EVEN
 from .packing import code_buffers, lookup, pack, plane_names
 
 LEAST_SCALE = 2.0**-24  # of fp16: with a scale of zero all channels would dequantize to the minimum
@@ -27,19 +26,17 @@ LEAST_SCALE = 2.0**-24  # of fp16: with a scale of zero all channels would dequa
 
 @dataclass(frozen=True)
 class Uniform(Codec):
-    """Codes of `bits` on even steps between the minimum and the maximum of each token and head; with `halves`, which 4 bits may have, in
-    two planes."""
+    """Codes of `bits` on even steps between the minimum and the maximum of each token and head."""
 
     bits: Literal[3, 4, 8]
-    halves: bool = False
 
     @property
     def packed_layout(self) -> PackedLayout:
-        kind = {8: "uint8", 4: "int4_halves" if self.halves else "int4", 3: "int3"}[self.bits]
-        return PackedLayout(kind, "pair", planes=(*plane_names(self.bits, self.halves), "scale_zero"))
+        kind = {8: "uint8", 4: "int4", 3: "int3"}[self.bits]
+        return PackedLayout(kind, "pair", planes=(*plane_names(self.bits), "scale_zero"))
 
     def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
-        return (*code_buffers(self.bits, head_dim, self.halves), Buffer("scale_zero", torch.float16, 2, "scales"))
+        return (*code_buffers(self.bits, head_dim), Buffer("scale_zero", torch.float16, 2, "scales"))
 
     def quantize(self, x: Tensor, statistics: Codes) -> Codes:
         x = x.float()
@@ -49,15 +46,9 @@ class Uniform(Codec):
         x, high = x - zero.float(), high - zero.float()
         scale = (high / top).clamp_min(LEAST_SCALE).half()
         codes = (x / scale.float() + 0.5).clamp(0, top)
-        return pack(codes.to(torch.uint8), self.bits, self.halves) | {"scale_zero": torch.cat([scale, zero], dim=-1)}
+        return pack(codes.to(torch.uint8), self.bits) | {"scale_zero": torch.cat([scale, zero], dim=-1)}
 
     def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
-        levels = codes["codes"].float() if self.bits == 8 else lookup(codes, self.bits, tuple(range(2**self.bits)), self.halves)
+        levels = codes["codes"].float() if self.bits == 8 else lookup(codes, self.bits, tuple(range(2**self.bits)))
         scale, zero = codes["scale_zero"].float().split(1, dim=-1)
         return QuantizedValues(levels, scale, zero)
-
-    def unpack_upper(self, codes: Codes, head_dim: int) -> QuantizedValues:
-        """`unpack` of the upper halves, to evenly spaced values around the middle (`codebooks.UPPER_EVEN`)."""
-        scale, zero = codes["scale_zero"].float().split(1, dim=-1)
-        first = (7.5 - 1.5 * UPPER_EVEN) * scale + zero
-        return QuantizedValues(lookup({"codes": codes["high"]}, 2, tuple(range(4))), UPPER_EVEN * scale, first)

@@ -11,7 +11,7 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from .pages import AttentionInputs, PagedInputs, Selection, paged_side
+from .pages import AttentionInputs, PagedInputs, paged_side
 from .segments import KeysOrValues, pv, qk
 
 MASKED_SCORE = -1e30  # finite: a fully masked row must come out as numbers, not as nan
@@ -121,43 +121,15 @@ def attend_pages(
     slot, fp32 `[B, H, S + max_length + R]`, without `observed` `[B, H, 0]`. A row without tokens has the output 0 and, without `sinks`,
     the log -inf.
     """
-    logits, value = _scored(query, inputs, mask, causal, scaling, softcap)
-    if inputs.rest is not None:
-        more, others = _scored_rest(query, inputs.rest, inputs.selection, mask, scaling, softcap)  # type: ignore[arg-type]
-        logits = torch.cat([logits, more], dim=-1)
-        shape = *value.shape[:2], logits.shape[3], value.shape[3]
-        value = KeysOrValues.of([*value.segments, *others.segments], shape, value.dtype, value.device)
+    value, places = paged_side(inputs, 1)
+    logits = scores(query, paged_side(inputs, 0)[0], scaling, softcap)
+    logits = mask_slots(logits, inputs.columns(places), mask, causal)
     lse = torch.logsumexp(logits, -1)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.float()[:, None])
     probabilities = (logits - lse[..., None]).exp().masked_fill(lse[..., None] == -torch.inf, 0)
     out, sums = _weighted(query, probabilities, logits, value, observed)
     return out, lse, sums
-
-
-def _scored(
-    query: Tensor, inputs: PagedInputs, mask: Tensor | None, causal: bool, scaling: float | None, softcap: float | None
-) -> tuple[Tensor, KeysOrValues]:
-    """The scores of all slots under the mask, fp32 `[B, Hq, Q, slots]`, and the values."""
-    value, places = paged_side(inputs, 1)
-    logits = scores(query, paged_side(inputs, 0)[0], scaling, softcap)
-    return mask_slots(logits, inputs.columns(places), mask, causal), value
-
-
-def _scored_rest(
-    query: Tensor, rest: PagedInputs, selection: Selection, mask: Tensor | None, scaling: float | None, softcap: float | None
-) -> tuple[Tensor, KeysOrValues]:
-    """The scores of the tokens of `rest`, fp32 `[B, Hq, Q, T]`, -inf for those that are selected, and the values. They are before all
-    queries."""
-    if isinstance(selection.known, Tensor) and selection.known.shape[2] == query.shape[2]:  # else, few of the queries made the choice
-        logits, (value, places) = selection.known, paged_side(rest, 1)
-    else:
-        logits, value = _scored(query, rest, mask, False, scaling, softcap)
-        places = rest.gather(1)[1]
-    chosen, tokens = selection.places(), value.shape[2]
-    unread = chosen.new_zeros(*chosen.shape[:2], tokens + 1, dtype=torch.bool).scatter_(2, torch.where(chosen < 0, tokens, chosen), True)
-    unread = unread[:, :, :-1] | (rest.columns(places) < 0)
-    return logits.unflatten(1, (chosen.shape[1], -1)).masked_fill(unread[:, :, None, None], -torch.inf).flatten(1, 2), value
 
 
 def mask_slots(logits: Tensor, columns: Tensor, mask: Tensor | None, causal: bool) -> Tensor:

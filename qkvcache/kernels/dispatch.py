@@ -96,8 +96,7 @@ def prepare(codecs: tuple[Codec, Codec], dims: tuple[int, int], dtype: torch.dty
     """Allocates the tensors that are cached for these codecs and for keys and values `[B, H, T, dim]` of `dtype`: `tables.py` says why.
     `latents`: keys are latents."""
     if on_triton(device):
-        for pair in {codecs, (codecs[0].coarse, codecs[1].coarse)}:
-            _module("tables").tables(pair, *dims, device)
+        _module("tables").tables(codecs, *dims, device)
         if latents:
             _module("triton_attend_latents").prepare(codecs, dims, dtype, device)
     for codec, dim in zip(codecs, dims, strict=True):
@@ -210,7 +209,7 @@ def _attend_pages(
     for few, read, shown in selecting.groups(query, inputs, mask, options.get("causal", False)):
         selection = choose(few, read, shown, **options)
         if read.cache is None:
-            read = read.reading(selection)
+            read = read.twin(selection=selection)
         else:
             read = (_module("triton_fetch_blocks") if by_kernel else fetching).fetch_blocks(read, selection)
         parts.append(attend(few, read, shown, **options))

@@ -37,7 +37,7 @@ def cache_of(inputs: PagedInputs) -> BlockCache:
 def over_slots(inputs: PagedInputs, selection: Selection) -> PagedInputs:
     """The inputs of attention over a selection whose entries are slots of the cache."""
     cache = cache_of(inputs)
-    return inputs.reading(selection).twin(pages=cache.pages, cache=None, launches=cache.launches)
+    return inputs.twin(selection=selection, pages=cache.pages, cache=None, launches=cache.launches)
 
 
 def place_blocks(inputs: PagedInputs, selection: Selection) -> tuple[Tensor, Tensor]:

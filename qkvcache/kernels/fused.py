@@ -17,7 +17,7 @@ from .launch import Held, Launcher
 from .pages import BLOCK, LEAST_SPLIT, MOST_SPLITS, PagedInputs, Splits
 from .segments import layout_of, planes_of
 from .tables import Tables, tables
-from .triton_attend import NO_REST, REST, TAKEN, attend_kernel
+from .triton_attend import attend_kernel
 from .triton_attend_tiles import attend_tiles_kernel
 from .triton_join import reduce_kernel, rotate_kernel
 from .triton_sum_splits import EXACT_GRAIN, REGION_GRAIN, sum_splits_kernel
@@ -38,10 +38,11 @@ class Launch:
 
 
 LAUNCHES = {
-    **{("lut4", kind): Launch(stages=3) for kind in ("int4", "int4_halves", "lut4")},
+    **{("lut4", kind): Launch(stages=3) for kind in ("int4", "lut4")},
     ("int2", "int2"): Launch(stages=3),
     ("int8", "int4"): Launch(64, 3, None, 24),
-    **{(kind, kind): Launch(64, 3, None) for kind in ("half", "int8", "int8_halves", "uint8", "e4m3", "e5m2")},
+    **{(kind, kind): Launch(64, 3, None) for kind in ("half", "int8", "uint8", "e4m3", "e5m2")},
+    ("int8_halves", "int8"): Launch(64, 3, None),
 }
 """Launches by the kinds of keys and values, where `Launch()` is not the best measured on an H100 (`eval/bench_kernels.py --tune`)."""
 WIDE = Launch(registers=None)
@@ -71,7 +72,7 @@ def tiled(query: Tensor, inputs: PagedInputs, mask: Tensor | None, options: Opti
 
     It serves causal attention under no mask but one that hides columns, of quantized keys and values of 64 or 128 channels in fp16 or bf16,
     on Hopper: on other GPUs nobody measured it."""
-    if inputs.pages.per_head or inputs.splits or inputs.rest or options.get("observed") is not None or not options.get("causal"):
+    if inputs.pages.per_head or inputs.splits or options.get("observed") is not None or not options.get("causal"):
         return None
     return _in_tiles(query, inputs, mask)
 
@@ -111,7 +112,7 @@ OF_CALL = (
     "softcap", "n_quantized", "least", "blocks", "read", "table_h", "room", "before", "splits", "branches",
 )  # fmt: skip
 """Arguments of a call that both attention kernels have."""
-OF_ATTEND = "region_query", "items", "firsts", "weights", "tops", "scores", "mask_h", "mask_q", "tokens", "share", "skip"
+OF_ATTEND = "region_query", "items", "firsts", "weights", "tops", "mask_h", "mask_q", "skip"
 """Those that `attend_kernel` has besides."""
 OF_REDUCE = "part", "maxima", "sums", "firsts", "sinks", "out", "lse", "splits"
 OF_SUM = "weights", "tops", "lse", "observed", "attention_sums", "slots", "grains", "n_quantized"
@@ -229,7 +230,6 @@ class LaunchPlan:
         exact: whether there are exact tokens, or slots for them.
         items: columns of the items of `Splits` that divide the rows among programs; 0: nothing does.
         selected: whether a `Selection` says what is read.
-        kind: of a launch under a budget whose rest is read by upper halves, as of `triton_attend.REST`.
         panel: query rows in blocks of the launch whose rows of the batch this one's rows are read for; 0: its own.
     """
 
@@ -246,7 +246,6 @@ class LaunchPlan:
         observed: bool,
         items: int,
         selected: bool,
-        kind: int,
         panel: int,
         launch: Launch | None,
     ) -> None:
@@ -272,7 +271,7 @@ class LaunchPlan:
         fixed = {
             **args.constants, "G": self.groups, "R": self.rows, "T": self.tile, "SOFTCAP": softcap, "MASK": mask, "ARCH": arch,
             "CAUSAL": causal and self.queries > 1, "EXACT": exact, "TURN": use.factor if use.whole is None else 1.0,
-            "ATTENTION_SUMS": self.width, "WIDTH": self.width, "ITEMS": items, "BLOCK": BLOCK if selected else 0, "KIND": kind,
+            "ATTENTION_SUMS": self.width, "WIDTH": self.width, "ITEMS": items, "BLOCK": BLOCK if selected else 0,
             "N": SUM_TOKENS, "PANEL": panel, "heads": self.heads, "queries": self.queries, "signs": use.signs, "rotation": use.rotation,
             "k_planes": args.planes[0], "v_planes": args.planes[1], "mean_strides": args.means[0],
         }  # fmt: skip
@@ -317,7 +316,6 @@ class Call:
         options: Options,
         launch: Launch | None = None,
         items: Splits | None = None,
-        kind: int = NO_REST.value,
         skip: int = 0,
         panel: int = 0,
     ) -> None:
@@ -327,7 +325,7 @@ class Call:
         self.zones = zones = region, sinks, ring
         scaling, softcap = options.get("scaling"), options.get("softcap")
         self.sinks, self.observed = options.get("sinks"), options.get("observed")
-        self.weights, self.tops, self.scores, self.slots, self.grains = args.empty, args.empty, args.empty, 0, 0
+        self.weights, self.tops, self.slots, self.grains = args.empty, args.empty, 0, 0
         self.query = self.region_query = query if query.stride(-1) == 1 else query.contiguous()
         if args.use.whole is not None:
             self.query = query.contiguous()
@@ -346,7 +344,7 @@ class Call:
         key = (
             shape, inputs.ring[0].shape[1], shown, inputs.exact and sinks + ring > 0, options.get("causal", False), softcap is not None,
             self.sinks is not None, self.observed is not None, 0 if items is None else items.items.shape[1],
-            inputs.selection is not None, kind, panel, launch,
+            inputs.selection is not None, panel, launch,
         )  # fmt: skip
         if key not in args.plans:
             args.plans[key] = LaunchPlan(args, *key)
@@ -383,25 +381,6 @@ class Call:
             others._attend(more, others_least, splits)
         self._attend(splits, least)
 
-    def attend_rest(self, read: PagedInputs, scores: Tensor | None = None) -> None:
-        """A launch over all tokens by the upper halves of their codes, before `take` over `read`. It writes `scores` of blocks, if they are
-        given."""
-        plan, (sinks, few, ring) = self.plan, read.slots
-        splits, least = self._splits()
-        self.few = max(split(few, plan.panels, BLOCK, plan.programs), 1)
-        self.before = self.few + (sinks + ring > 0)  # splits of what is read in full
-        self.after = self.before + splits
-        self.allocate(self.after + self.few)
-        self.scores = self.args.empty if scores is None else scores
-        self._attend(splits, least, self.before)
-
-    def take(self, rest: Call, taken: Call) -> None:
-        """A launch over what is selected in full, and one, `taken`, that takes it away from all tokens by upper halves, `rest`."""
-        for call in (self, taken):
-            call.splits, call.outputs = rest.splits, rest.outputs
-        self._attend(rest.before, LEAST_SPLIT)
-        taken._attend(rest.few, LEAST_SPLIT, rest.after)
-
     def _splits(self) -> tuple[int, int]:
         """Splits of a launch, and the fewest tokens of each."""
         plan, n_quantized, tokens, least = self.plan, max(self.zones[0] - self.skip, 0), self.inputs.tokens, LEAST_SPLIT
@@ -429,13 +408,11 @@ class Call:
         mask_b, mask_h, mask_q, mask_t = self.mask_strides
         call = (
             self.query, self.mask, *self.outputs, table, *self.query.stride()[:3], table_b, mask_b, mask_t, self.scaling, self.softcap,
-            self.inputs.max_length, least, blocks, read, table_h,
-            blocks.shape[-1] if selection is not None else -(-self.inputs.max_length // BLOCK), before, self.splits, self.inputs.branches,
+            self.inputs.max_length, least, blocks, read, table_h, blocks.shape[-1], before, self.splits, self.inputs.branches,
         )  # fmt: skip
         if not plan.many:
             items, firsts = (empty, empty) if self.items is None else (self.items.items, self.items.firsts)
-            wanted = (0, 0) if self.inputs.budget is None else (self.inputs.budget.tokens, self.inputs.budget.share)
-            call += self.region_query, items, firsts, self.weights, self.tops, self.scores, mask_h, mask_q, *wanted, self.skip
+            call += self.region_query, items, firsts, self.weights, self.tops, mask_h, mask_q, self.skip
         plan.attend((splits, plan.blocks, plan.panels // plan.blocks), *call, held=self.held)
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -488,19 +465,12 @@ def attend_pages(
         return call.finish()
     items = inputs.splits if one else None
     call = Call(query, mask, inputs, options, launch, items)
-    if inputs.rest is None:
-        call.attend()
-        if items is not None and items.shared is not None:
-            shared = Splits(items.shared, items.firsts)
-            others = Call(query, None, inputs.twin(exact=False), options, OF_SHARED, shared, panel=call.plan.rows)
-            others.splits, others.outputs = call.splits, call.outputs
-            others._attend(len(items.shared), LEAST_SPLIT)
-        return call.finish()
-    rest = inputs.selection.known  # type: ignore[union-attr]
-    if not isinstance(rest, Call):
-        rest = Call(query, mask, inputs.rest, options, None, None, REST.value)
-        rest.attend_rest(inputs)
-    call.take(rest, Call(query, mask, inputs.coarse, options, None, None, TAKEN.value))
+    call.attend()
+    if items is not None and items.shared is not None:
+        shared = Splits(items.shared, items.firsts)
+        others = Call(query, None, inputs.twin(exact=False), options, OF_SHARED, shared, panel=call.plan.rows)
+        others.splits, others.outputs = call.splits, call.outputs
+        others._attend(len(items.shared), LEAST_SPLIT)
     return call.finish()
 
 

@@ -61,8 +61,7 @@ class Pages:
     partial: bool = False
     """Whether there may be slabs that are not in `slabs`, as in compiled code."""
     index: Pages | None = None
-    """Copies on the device, where the pages lie in host memory and kernels read them: of what chooses blocks, `index_names`, and with a
-    coarse rest of the same of values."""
+    """Copies on the device, where the pages lie in host memory and kernels read them: of what chooses blocks, `index_names` of keys."""
 
     @property
     def codecs(self) -> tuple[Codec, Codec]:
@@ -77,21 +76,6 @@ class Pages:
     def compiled(self) -> Pages:
         """These pages as compiled code reads them."""
         return replace(self, slabs=self.slabs[:1], firsts=self.firsts[:1], partial=True) if self.grows else self
-
-    @property
-    def coarse(self) -> Pages:
-        """The same pages by the upper halves of codes, where these are kept apart."""
-        codecs = self.key.coarse, self.value.coarse
-        if codecs == self.codecs:
-            return self
-        unread = ["low" if codec != mine else "" for codec, mine in zip(codecs, self.codecs, strict=True)]
-        slabs = [
-            ({name: x for name, x in key.items() if name != unread[0]}, {name: x for name, x in value.items() if name != unread[1]})
-            for key, value in self.slabs
-        ]
-        twin = object.__new__(Pages)  # as `PagedInputs.twin`
-        twin.__dict__ |= self.__dict__ | {"key": codecs[0], "value": codecs[1], "slabs": slabs}
-        return twin
 
     @property
     def planes(self) -> tuple[Codes, Codes]:
@@ -285,27 +269,25 @@ WHOLE = 2**16
 
 MOST_QUERIES = 512
 """The most queries that read chosen blocks: a turn, not a part of a prompt, which reads all tokens."""
-LEAST_SKIPPED, LEAST_COARSE = 2**19, 3 * 2**20
-"""The fewest vectors, tokens times KV heads of all rows, that must be left out, or read by upper halves, so that a GPU gains by it."""
+LEAST_SKIPPED = 2**19
+"""The fewest vectors, tokens times KV heads of all rows, that must be left out so that a GPU gains by it."""
 
 
 @dataclass(frozen=True)
 class AttentionBudget:
     """The quantized tokens that a query and KV head read: at least `tokens`, and at least `share` of those stored, in parts of `WHOLE`; in
-    whole blocks. The rest is dropped, or with `coarse` read by the upper halves of its codes."""
+    whole blocks."""
 
     tokens: int
     share: int = 0
-    coarse: bool = False
 
     def blocks(self, stored: int) -> int:
         """The blocks that are read of `stored` blocks."""
         return min(max(-(-self.tokens // BLOCK), -(-self.share * stored // WHOLE)), stored)
 
     def pays(self, skipped: int, ring: Tensor) -> bool:
-        """Whether not reading `skipped` tokens of all rows in full takes less time than choosing blocks. `ring`: `[F, H, R, D]`."""
-        least = LEAST_COARSE if self.coarse else LEAST_SKIPPED
-        return skipped > 0 and (ring.device.type != "cuda" or skipped * ring.shape[1] >= least)
+        """Whether not reading `skipped` tokens of all rows takes less time than choosing blocks. `ring`: `[F, H, R, D]`."""
+        return skipped > 0 and (ring.device.type != "cuda" or skipped * ring.shape[1] >= LEAST_SKIPPED)
 
 
 @dataclass(eq=False)
@@ -316,14 +298,11 @@ class Selection:
     entries  `[B, H, N]`: the entries of their pages, in the table's dtype
     lengths  int32 `[B, H]`: tokens in these blocks; the last block of a row may have fewer than `BLOCK`. Tokens of the first block that
              come before BEGIN are counted, and not read
-    known    what whoever chose the blocks computed of all tokens by the upper halves of codes: in torch, their scores under the mask, fp32
-             `[B, Hq, Q, T]`; in kernels with a coarse rest, attention to them (`fused.Call`)
     """
 
     blocks: Tensor
     entries: Tensor
     lengths: Tensor
-    known: Any = None
 
     def places(self) -> Tensor:
         """The index of each token in its row's pages, int64 `[B, H, N * BLOCK]`, -1 beyond `lengths`."""
@@ -334,7 +313,7 @@ class Selection:
 
 
 def index_names(codec: Codec, head_dim: int) -> tuple[str, ...]:
-    """The buffers, kept for each token, of the upper halves of codes, where these are kept apart; else all. Those of keys choose blocks."""
+    """The buffers, kept for each token, of the upper halves of codes, where these are kept apart; else all."""
     layout = layout_of(codec)
     read = None if layout is None else (layout.upper or layout).planes
     return tuple(name for name in names(codec, head_dim, "each") if read is None or name in read)
@@ -390,7 +369,6 @@ class PagedInputs:
     cache       of blocks, where the pages lie in host memory and there may be more tokens than the budget
     branches    consecutive rows whose pages begin with the same `shared` tokens, a multiple of the page size; the batch is a multiple of
                 them. Kernels may read these tokens once for all of them
-    rest        the inputs `coarse`, whose tokens are read but for those of the selection; None: they are not
     exact       whether attention reads sinks and ring
     """
 
@@ -407,7 +385,6 @@ class PagedInputs:
     cache: BlockCache | None = None
     branches: int = 1
     shared: int = 0
-    rest: PagedInputs | None = None
     exact: bool = True
     launches: dict[Any, Any] = field(default_factory=dict)
     """Arguments that kernels reuse from step to step: planes and statistics do not move or change. Inputs over the same storage may share
@@ -453,14 +430,6 @@ class PagedInputs:
         rows[:, RING_TOKENS] -= later
         return self.twin(rows=rows, held={})
 
-    @property
-    def coarse(self) -> PagedInputs:
-        """The quantized tokens alone, by the upper halves of their codes, where these are kept apart."""
-        pages = self.pages
-        if pages.index is not None:
-            pages.index.lengths, pages = pages.lengths, pages.index
-        return self.twin(pages=pages.coarse, exact=False, launches=self.launches.setdefault("coarse", {}))
-
     def first_shared(self) -> PagedInputs:
         """The tokens that rows share, of the first row of each group of `branches`."""
         key = f"the first {self.shared} tokens of {self.branches} rows"
@@ -479,11 +448,6 @@ class PagedInputs:
             return False
         skipped = self.max_length - self.budget.blocks(-(-self.max_length // BLOCK)) * BLOCK
         return skipped > 0 and (self.cache is not None or self.budget.pays(skipped * query.shape[0], self.ring[0]))
-
-    def reading(self, selection: Selection) -> PagedInputs:
-        """These inputs, of which attention reads what is selected."""
-        coarse = self.budget is not None and self.budget.coarse
-        return self.twin(selection=selection, rest=self.coarse if coarse else None)
 
     @property
     def slots(self) -> tuple[int, int, int]:

@@ -42,13 +42,11 @@ class Packed:
     tokens: int
     head_dim: int
 
-    def coarse(self) -> Packed:
-        """The same tokens by the upper halves of their codes, where these are kept apart."""
-        return Packed(self.codec.coarse, self.codes, self.tokens, self.head_dim)
-
-    def levels(self) -> QuantizedValues:
-        """Quantized values with at most one scale and offset for each token: finer ones are multiplied out."""
-        levels, scale, offset, center = self.codec.unpack(self.codes, self.head_dim)
+    def levels(self, upper: bool = False) -> QuantizedValues:
+        """Quantized values with at most one scale and offset for each token: finer ones are multiplied out. `upper`: of the upper halves
+        of codes, where these are kept apart."""
+        unpack = self.codec.unpack_upper if upper else self.codec.unpack
+        levels, scale, offset, center = unpack(self.codes, self.head_dim)
         if any(factor is not None and factor.shape[-1] > 1 for factor in (scale, offset)):
             return QuantizedValues(affine(levels, scale, offset), center=center)
         return QuantizedValues(levels, scale, offset, center)

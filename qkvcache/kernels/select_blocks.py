@@ -1,9 +1,9 @@
 """The choice of the blocks of quantized tokens that attention with a budget reads: those with the largest softmax weights.
 
 Few tokens have most of the weight of a query, and other tokens in each step, so that no token is dropped. The weight of a block is that of
-its tokens among all quantized tokens, summed over the queries and the query heads of a group. It is computed from the keys' codes, from
-their upper halves where they are kept apart (`Codec.coarse`): these choose as well as exact keys. Quest (arXiv 2406.10774) chooses by the
-extent of a block's keys, which costs as many bytes and chooses worse.
+its tokens among all quantized tokens, summed over the queries and the query heads of a group. It is computed from the keys' codes, from the
+upper halves where they are kept apart (`PackedLayout.upper`): these choose as well as exact keys. Quest (arXiv
+2406.10774) chooses by the extent of a block's keys, which costs as many bytes and chooses worse.
 """
 
 from __future__ import annotations
@@ -63,13 +63,11 @@ def select_blocks(
         others: options of attention that do not change the choice.
     """
     few, shown = sampled(query), None if mask is None else sampled(mask)
-    logits = coarse_logits(few, inputs, shown, keys, scaling, softcap)
-    selection = choose_blocks(block_weights(logits, inputs.ring[0].shape[1]), inputs)
-    selection.known = logits
-    return selection
+    logits = upper_logits(few, inputs, shown, keys, scaling, softcap)
+    return choose_blocks(block_weights(logits, inputs.ring[0].shape[1]), inputs)
 
 
-def coarse_logits(
+def upper_logits(
     query: Tensor, inputs: PagedInputs, mask: Tensor | None, keys: Iterable[Packed] | None, scaling: float | None, softcap: float | None
 ) -> Tensor:
     """The scores of all quantized tokens by the upper halves of their codes, where they are kept apart, under the mask: fp32 `[B, Hq, Q,
@@ -79,7 +77,7 @@ def coarse_logits(
     if keys is None:
         keys = [Packed(inputs.pages.key, inputs.gather(0)[0], tokens, dim)]
     rotated = inputs.pages.key.rotate(query.float().mul(dim**-0.5 if scaling is None else scaling).reshape(batch, heads, -1, dim))
-    parts = [scores_of_levels(rotated, part.coarse().levels()) for part in keys]
+    parts = [scores_of_levels(rotated, part.levels(upper=True)) for part in keys]
     logits = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)

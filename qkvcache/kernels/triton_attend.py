@@ -18,8 +18,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .pages import BLOCK as BLOCK_TOKENS
-from .pages import WHOLE as WHOLE_SHARE
 from .triton_dequantize import scales_of
 from .triton_math import MASKED_SCORE, exp2, inverse, log2
 from .triton_scales import group_scales, scale_of_plane, scaled, token_scale
@@ -27,18 +25,6 @@ from .triton_sum_splits import EXACT_GRAIN, REGION_GRAIN, keep
 from .triton_unpack import offset_of, plane_offset, unit_of, unpack
 
 LOG2E = tl.constexpr(1.4426950408889634)
-GRAIN, WHOLE = tl.constexpr(BLOCK_TOKENS), tl.constexpr(WHOLE_SHARE)
-"""Tokens of a block of a budget, and the share that is everything."""
-NO_REST, REST, SCORED, TAKEN = map(tl.constexpr, range(4))
-"""Kinds of launches under a budget whose rest is read by upper halves: one that reads what is chosen, or everything, in full; one that
-reads all tokens by upper halves; one that scores blocks as well; and one that takes the chosen tokens away from what those read."""
-
-
-@triton.jit
-def read_of(stored, tokens, share):
-    """`AttentionBudget.blocks` of `stored` blocks."""
-    of_share = ((stored.to(tl.int64) * share + WHOLE - 1) // WHOLE).to(tl.int32)
-    return tl.minimum(tl.maximum(tl.cdiv(tokens, GRAIN), of_share), stored)
 
 
 @triton.jit
@@ -203,8 +189,8 @@ def key_scores(
 @triton.jit
 def _region_tile(
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, TAIL: tl.constexpr,
-    SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, ATTENTION_SUMS: tl.constexpr, KIND: tl.constexpr,
-    state, queries, k_planes, k_scales, v_planes, v_scales, valid, visible, hides, column, weights, tops, scores, place, count,
+    SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, ATTENTION_SUMS: tl.constexpr,
+    state, queries, k_planes, k_scales, v_planes, v_scales, valid, visible, hides, column, weights, tops, place, count,
 ):  # fmt: skip
     """Adds one tile of T quantized tokens to `state`: running maximum fp32 [R], normaliser fp32 [T, R], what all channels of the output
     share fp32 [T, R], the sum of weights, negative, fp32 [16, R] (`_sums_weights`), and a tuple of the planes of the output, fp32 [VT, R]
@@ -216,8 +202,6 @@ def _region_tile(
     valid    bool [T], read with TAIL; column: int [T], columns in the mask
     visible  as of `_exact_tiles`; hides: as of `_masked`
     weights  scratch of the program's rows (`keep`), `count` tokens from slot `place` on
-    scores   pointers to the first block's scores of the rows, [R], their stride over blocks, and which rows there are, bool [R]: the log of
-             the summed weights of each block, without the normaliser, to base 2; written if KIND is SCORED
     """
     VW: tl.constexpr = DV // V.per
     VT: tl.constexpr = words_of_tile(V, DV)
@@ -240,8 +224,6 @@ def _region_tile(
         s = tl.where(valid[:, None], s, MASKED_SCORE)
 
     top = tl.maximum(m, tl.max(s, 0))
-    if KIND != NO_REST:  # weights differ by powers of two from launch to launch, so that what is taken away is what was added
-        top = tl.ceil(top)
     shrink = exp2(m - top, ARCH)
     w = exp2(s - top[None, :], ARCH)
     if TAIL:
@@ -258,25 +240,16 @@ def _region_tile(
             y = y * shrink[None, :] - rounded * (zero + offset_of(V))[:, None]
         elif V.scale == "pair":
             start = zero * unscale
-            if not _sums_weights(V):
-                start -= offset_of(V) * unit_of(V)
+            start -= offset_of(V) * unit_of(V)
             y = y * shrink[None, :] + rounded * start[:, None]
         if _sums_weights(V):  # a product sums weights at no conversion
             z = tl.dot(tl.full([16, p.shape[0]], -1 / 16, tl.float16), p, z * shrink[None, :], input_precision="ieee")
         if ATTENTION_SUMS > 0:
             keep(weights, tops, own, top, place, count, REGION_GRAIN, ATTENTION_SUMS)
     else:
-        own = w
         l = l * shrink[None, :] + w
         if ATTENTION_SUMS > 0:
             keep(weights, tops, w, top, place, count, REGION_GRAIN, ATTENTION_SUMS)
-
-    if KIND == SCORED:
-        rows, stride, live = scores
-        i = tl.arange(0, valid.shape[0] // GRAIN)
-        own = tl.sum(tl.reshape(own, [valid.shape[0] // GRAIN, GRAIN, m.shape[0]]), 1)
-        blocks = rows[None, :] + ((i + place // GRAIN) * stride)[:, None]
-        tl.store(blocks, top[None, :] + log2(own, ARCH), mask=(i * GRAIN < count)[:, None] & live[None, :])
 
     new = ()
     if V.group > 0:
@@ -443,8 +416,8 @@ def words_of_tile(layout, head_dim):
 
 @triton.constexpr_function
 def _sums_weights(layout):
-    """Whether the offset is taken from the output at the end: it is the same for all tokens, or differs from plane to plane."""
-    return offset_of(layout) != 0 and (layout.scale in ("fp16", "fp32") or layout.kind == "int2")
+    """Whether the offset is taken from the output at the end: it is the same for all tokens."""
+    return offset_of(layout) != 0 and layout.scale in ("fp16", "fp32")
 
 
 @triton.jit
@@ -459,22 +432,21 @@ def _empty_state(m, V: tl.constexpr, VW: tl.constexpr, VT: tl.constexpr, T: tl.c
 
 
 @triton.jit
-def _store_region(out, at, state, live, V: tl.constexpr, DV: tl.constexpr, VW: tl.constexpr, VT: tl.constexpr, SIGN: tl.constexpr):
+def _store_region(out, at, state, live, V: tl.constexpr, DV: tl.constexpr, VW: tl.constexpr, VT: tl.constexpr):
     """Stores the output of a split into the rows `at`, int [R], of `out`, fp32 [.., DV], if they are `live`, bool [R], plane after plane:
-    `reduce_kernel` puts channels in order. Returns the maximum and the normaliser, fp32 [R] each. SIGN: -1 for a split that is taken
-    away."""
+    `reduce_kernel` puts channels in order. Returns the maximum and the normaliser, fp32 [R] each."""
     m, l, y, z, acc = state
     VP: tl.constexpr = V.per
     VN: tl.constexpr = (VW + VT - 1) // VT
-    y = tl.sum(y, 0) * SIGN
-    z = tl.sum(z, 0) * (offset_of(V) * unit_of(V) * SIGN)
+    y = tl.sum(y, 0)
+    z = tl.sum(z, 0) * (offset_of(V) * unit_of(V))
     for c in tl.static_range(VN):
         word = c * VT + tl.arange(0, VT)
         for i in tl.static_range(VP):
             place = at[None, :] * DV + i * VW + word[:, None]
             constant = y + z * plane_offset(V, i) if _sums_weights(V) else y
-            tl.store(out + place, acc[c * VP + i] * (unit_of(V) * SIGN) + constant[None, :], mask=(word < VW)[:, None] & live[None, :])
-    return m, tl.sum(l, 0) * SIGN
+            tl.store(out + place, acc[c * VP + i] * unit_of(V) + constant[None, :], mask=(word < VW)[:, None] & live[None, :])
+    return m, tl.sum(l, 0)
 
 
 @triton.jit
@@ -549,20 +521,20 @@ def rows_of_part(
 # What changes from step to step, or call to call, must not compile the kernel anew.
 @triton.jit(
     do_not_specialize=[
-        "scaling", "softcap", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "room", "before", "splits", "tokens",
-        "share", "skip", "branches", "table_b", "table_h", "rows_b", "lengths_b", "lengths_h", "mask_b", "mask_h", "mask_q", "mask_t",
+        "scaling", "softcap", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "room", "before", "splits", "skip",
+        "branches", "table_b", "table_h", "rows_b", "lengths_b", "lengths_h", "mask_b", "mask_h", "mask_q", "mask_t",
     ]
 )  # fmt: skip
 def attend_kernel(
     query, region_query, rotation, signs, table, rows, lengths, items, firsts, blocks, read, k_planes, v_planes, exact, mask, part, maxima,
-    sums, weights, tops, scores,
+    sums, weights, tops,
     query_b, query_h, query_q, table_b, table_h, rows_b, lengths_b, lengths_h, exact_strides, mean_strides, mask_b, mask_h, mask_q, mask_t,
-    scaling, softcap, n_sinks, n_quantized, n_residual, least, heads, queries, room, before, splits, tokens, share, skip, branches,
+    scaling, softcap, n_sinks, n_quantized, n_residual, least, heads, queries, room, before, splits, skip, branches,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
     TX: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr, COUNTED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
     k_strides: tl.constexpr, v_strides: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr, ATTENTION_SUMS: tl.constexpr, ITEMS: tl.constexpr,
-    BLOCK: tl.constexpr, KIND: tl.constexpr, PANEL: tl.constexpr,
+    BLOCK: tl.constexpr, PANEL: tl.constexpr,
 ):  # fmt: skip
     """Attention of `queries` queries over sinks, quantized tokens in pages, and a residual (`pages.PagedInputs`), split over programs.
 
@@ -593,8 +565,6 @@ def attend_kernel(
     mask           uint8 (0: hidden) or additive, [B, H * G, queries, columns]: mask_b, mask_h, mask_q, mask_t; MASK as of `_masked`
     part           fp32 [B * H, blocks, splits, R, DV]; maxima, sums fp32 [B * H, blocks, splits, R]; contiguous
     weights, tops  scratch [B * H, blocks, slots or grains, ATTENTION_SUMS], `triton_sum_splits.py`; ATTENTION_SUMS 0: none
-    scores         fp32 [B * H, room, G * queries], as of `_region_tile`; written if KIND is SCORED
-    tokens, share  `pages.AttentionBudget`; read unless KIND is NO_REST: where all blocks are chosen, nothing is read by upper halves
     scaling, softcap   factor and cap of scores
     n_sinks, n_quantized, n_residual   tokens, the same for all rows; COUNTED: slots of sinks and of a ring, and a bound on quantized tokens
     least          of a split, in tokens: a multiple of T          TX       exact tokens of a tile
@@ -645,14 +615,11 @@ def attend_kernel(
     stored = length
     shift = row_sinks - first_token  # from places among the quantized tokens to columns
     total = tl.maximum(stored, first_token) + shift + in_ring
-    of_row = tl.cdiv(stored, GRAIN) - first_token // GRAIN
     if BLOCK:  # from here on, places are those among the tokens that are read
         length = tl.load(read + bh)
         blocks += bh * room
         first = tl.load(blocks, mask=length > 0, other=0)
         first_token = tl.where(first == first_token // BLOCK, first_token % BLOCK, 0)
-    if KIND != NO_REST:
-        length = tl.where(read_of(of_row, tokens, share) < of_row, length, 0)
     newest = total - queries + number
     if MASK == "row":
         mask += b * mask_b
@@ -718,7 +685,6 @@ def attend_kernel(
             k_mean += b * mean_strides[0] + h * mean_strides[1]
         q = query_planes(K, KW, KT, D, G, TURN, ARCH, SOFTCAP, region_query, q_rows, live, rotation, signs, k_mean, scaling)
         state = _empty_state(m, V, VW, VT, T)
-        block_scores = scores + bh.to(tl.int64) * room * (G * queries) + r, G * queries, live
         hides = BLOCK > 0
         if MASK == "row" and not BLOCK:
             hides = _hides(mask, shift + tl.maximum(low, first_token), shift + high, mask_t)
@@ -739,9 +705,9 @@ def attend_kernel(
             page, following = place_of(table, blocks, at + T, at + T < whole_high, PAGE, BASE, BLOCK)
             same = tl.multiple_of(at % 32, 32)  # 0: else shifts would leave the loop, and be moved between threads in each iteration
             state = _region_tile(
-                K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, KIND, state, q, (k_codes, k_high, k_shifts + same),
+                K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, q, (k_codes, k_high, k_shifts + same),
                 k_scales, (v_codes, v_high, v_shifts + same), v_scales, t >= 0, visible, hides, shift + token + t, weights, tops,
-                block_scores, at, T,
+                at, T,
             )  # fmt: skip
         for edge in tl.range(0, 2, num_stages=1):  # the tile before them, of which the first tokens do not count, and the one behind
             at = tl.where(edge == 0, whole_low - T, whole_high)
@@ -751,11 +717,11 @@ def attend_kernel(
                 v_codes, v_high, v_scales = page_of(V, DV, V_ONCE, v_head, v_strides, page, token % PAGE)
                 place = at + t
                 state = _region_tile(
-                    K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, KIND, state, q, (k_codes, k_high, k_shifts),
+                    K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, q, (k_codes, k_high, k_shifts),
                     k_scales, (v_codes, v_high, v_shifts), v_scales, (place >= first_token) & (place < high), visible, hides,
-                    shift + token - at + tl.minimum(tl.maximum(place, first_token), high - 1), weights, tops, block_scores, at,
+                    shift + token - at + tl.minimum(tl.maximum(place, first_token), high - 1), weights, tops, at,
                     tl.minimum(high - at, T),
                 )  # fmt: skip
-        m, l = _store_region(out, rows_out, state, live, V, DV, VW, VT, -1 if KIND == TAKEN else 1)
+        m, l = _store_region(out, rows_out, state, live, V, DV, VW, VT)
     tl.store(maxima + entry + rows_out, m, mask=live)
     tl.store(sums + entry + rows_out, l, mask=live)

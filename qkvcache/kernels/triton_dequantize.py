@@ -45,7 +45,7 @@ BYTES = ("int8", "int8_halves", "e4m3", "e5m2")
 COMBINATIONS = {
     ("half", "none"),
     *((kind, scale) for kind in BYTES for scale in ("fp32", "fp16")),
-    *((kind, "pair") for kind in ("uint8", "int4", "int4_halves", "int3")),
+    *((kind, "pair") for kind in ("uint8", "int4", "int3")),
     ("int4", "hidden"),
     ("int4", "group"),
     ("e2m1", "block"),

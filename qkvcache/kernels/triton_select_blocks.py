@@ -1,5 +1,4 @@
-"""`select_blocks` in two launches: the weights of blocks, from the codes of keys or from attention to the upper halves of all codes, and
-the blocks with the largest ones.
+"""`select_blocks` in two launches: the weights of blocks, from the codes of keys, and the blocks with the largest ones.
 
 Neither waits for the host, nor does work if all tokens fit in the budget, so that a captured step serves any number of tokens."""
 
@@ -18,9 +17,9 @@ from . import select_blocks as reference
 from .attend import Options
 from .fused import OF_INPUTS, Arguments, Call, _strides, architecture
 from .launch import Launcher
-from .pages import BLOCK, PagedInputs, Pages, Selection
+from .pages import BLOCK, WHOLE, PagedInputs, Pages, Selection
 from .segments import planes_of
-from .triton_attend import SCORED, _hides, entry_of, head_of, key_scores, page_of, query_planes, read_of, words_of_tile
+from .triton_attend import _hides, entry_of, head_of, key_scores, page_of, query_planes, words_of_tile
 from .triton_math import MASKED_SCORE, exp2, log2
 
 TILE, PROGRAMS = 64, 20
@@ -31,6 +30,14 @@ LEAST_SPLIT = 256
 BITS = 20
 """Leading bits of weights that are compared; of those that are equal in them, the first are read."""
 MASKED_BELOW = tl.constexpr(-1e29)
+_BLOCK, _WHOLE = tl.constexpr(BLOCK), tl.constexpr(WHOLE)
+
+
+@triton.jit
+def read_of(stored, tokens, share):
+    """`AttentionBudget.blocks` of `stored` blocks."""
+    of_share = ((stored.to(tl.int64) * share + _WHOLE - 1) // _WHOLE).to(tl.int32)
+    return tl.minimum(tl.maximum(tl.cdiv(tokens, _BLOCK), of_share), stored)
 
 
 @triton.jit(
@@ -189,18 +196,14 @@ def _keys(args: Arguments, pages: Pages) -> dict[str, Any]:
 
 
 def select_blocks(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, **options: Unpack[Options]) -> Selection:
-    """Run `select_blocks.select_blocks` on the device. Where the rest is read by upper halves, that launch scores the blocks, too."""
+    """Run `select_blocks.select_blocks` on the device."""
     pages, budget, room, device = inputs.pages, inputs.budget, -(-inputs.max_length // BLOCK), query.device
     heads, chosen, arch = inputs.ring[0].shape[1], budget.blocks(room), architecture(device)[0]  # type: ignore[union-attr]
     shape, rows = (len(query), heads, chosen), query.shape[1] // heads * min(query.shape[2], reference.SAMPLED)
     scores = torch.empty(len(query) * heads * room * rows, dtype=torch.float32, device=device)
     numbers = torch.empty(shape, dtype=torch.int32, device=device), torch.empty(shape, dtype=pages.table.dtype, device=device)
     selection = Selection(*numbers, torch.empty(shape[:2], dtype=torch.int32, device=device))
-    if budget.coarse and query.shape[2] <= reference.SAMPLED:  # type: ignore[union-attr]
-        call = selection.known = Call(query, mask, inputs.coarse, options, None, None, SCORED.value)
-        call.attend_rest(inputs.reading(selection), scores)
-    else:
-        call = _score(reference.sampled(query), inputs, None if mask is None else reference.sampled(mask), options, scores, rows)
+    call = _score(reference.sampled(query), inputs, None if mask is None else reference.sampled(mask), options, scores, rows)
     choose = _choosing(device, max(triton.next_power_of_2(room), 32), pages.page_size, inputs.rows is not None, arch)
     choose(
         (len(query) * heads, 1, 1), scores, pages.table, *numbers, selection.lengths, pages.table.stride(0), inputs.max_length,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..formats.base import PackedLayout
-from ..formats.codebooks import GRID, UPPER_EVEN, grid_levels
+from ..formats.codebooks import GRID, grid_levels
 
 _TINY = 2.0**-24
 """The fp16 number whose lowest bit alone is 1: bytes of tables are read as subnormal numbers, which adds no offset."""
@@ -42,14 +42,14 @@ def unit_of(layout: PackedLayout) -> float:
     if layout.kind == "int4" and layout.scale in ("fp16", "fp32"):
         return 16.0  # the upper half of a code of eight bits
     if layout.kind == "int2":
-        return UPPER_EVEN if layout.scale == "pair" else GRID[2][0]
+        return GRID[2][0]
     return GRID[_GRIDS[layout.kind]][0] / _TINY if layout.kind in _GRIDS else 1.0
 
 
 @triton.constexpr_function
 def offset_of(layout: PackedLayout) -> float:
     """The number that stands for zero, in units of `plane_offset`; for scales with a zero of their own, the one that stands for code 0."""
-    if layout.kind in ("int4", "int4_halves"):
+    if layout.kind == "int4":
         return 16.0 + {"group": 8, "fp16": 7.53125, "fp32": 7.53125}.get(layout.scale, 0)
     if layout.kind in ("int3", "int2"):
         return 8.0 if layout.kind == "int3" else 1.0
@@ -61,7 +61,7 @@ def plane_offset(layout: PackedLayout, plane: int) -> float:
     """The number in a plane that stands for `offset_of`: 1.0 where all planes have the same."""
     if layout.kind != "int2":
         return 1.0
-    return 2.0 ** (10 - _PLACES2.value[plane]) + (1.5 - 7.5 / UPPER_EVEN if layout.scale == "pair" else 1.5)
+    return 2.0 ** (10 - _PLACES2.value[plane]) + 1.5
 
 
 _LUT3, _LUT4 = (_table(bits, grid_levels(bits)) for bits in (3, 4))
@@ -240,21 +240,6 @@ def _paired(nibbles: str, planes: tuple[str, ...], table: tuple[int, ...]) -> st
     return read + "".join(f" prmt.b32 {to}, x, h, {0xC480 + 0x1111 * i:#x};" for i, to in enumerate(planes))
 
 
-# Upper halves of codes ($9) and lower ones ($8), those of two channels swapped, to codes at bit 6 of each half of a register: of odd
-# channels, whose halves are neighbours, then of even ones, of which a shift of one half makes neighbours.
-_ASM["int4_halves"] = (
-    "{ .reg .b32 h, l, o, a, b, t; shl.b32 h, $9, 4; shr.u32 l, $8, 4; lop3.b32 o, $9, 0xcccccccc, $8, 0xe2;"
-    " lop3.b32 a, h, 0x03300330, $8, 0xe2; lop3.b32 b, $9, 0x33003300, l, 0xe2;"
-    + "".join(
-        f" {shift} lop3.b32 ${plane}, {'t' if shift else of}, 0x03c003c0, 0x4c004c00, 0xea;"
-        for plane, of, shift in (
-            (0, "a", "shl.b32 t, a, 4;"), (1, "o", "shl.b32 t, o, 6;"), (2, "a", ""), (3, "o", "shl.b32 t, o, 2;"),
-            (4, "b", ""), (5, "o", "shr.u32 t, o, 2;"), (6, "b", "shr.u32 t, b, 4;"), (7, "o", "shr.u32 t, o, 6;"),
-        )
-    )
-    + " }"
-)  # fmt: skip
-
 # Upper halves of codes ($9) and lower ones ($8), those of two channels swapped, to nibbles of odd channels (o) and of even ones (e).
 _ASM["lut4"] = (
     "{ .reg .b32 e, o, x, h, n; lop3.b32 o, $9, 0xcccccccc, $8, 0xe2; lop3.b32 e, $9, 0x33333333, $8, 0xe2;"
@@ -293,7 +278,7 @@ def unpack(KIND: tl.constexpr, w, h, shift, ARCH: tl.constexpr):
     that shape, fp16 (the dtype of `w` for `half`), one for each channel of a word.
 
     half    the numbers        e4m3, e5m2, int8, int8_halves, uint8   their values       e2m1   2^-14 of the value
-    int4, int4_halves   16 + n   int3   8 + n
+    int4    16 + n     int3   8 + n
     int2    2^(10 - p) + n, `_PLACES2`
     lut4, lut3   2^-24 of the level in steps, moved to be positive
     """
@@ -337,14 +322,11 @@ def _plain(KIND: tl.constexpr, w, h, shift):
             _bits((x << 6 & 0x0E00) | (x << 1 & 0x8000)),
             _bits((x << 9 & 0x0E00) | (x << 2 & 0x8000)),
         )
-    elif KIND == "lut4" or KIND == "int4_halves":
+    elif KIND == "lut4":
         high = h.to(tl.int32) & 0xFFFF
         for i in tl.static_range(8):
             n = (x >> (2 * (i ^ 1)) & 3) | (high >> (2 * i) & 3) << 2
-            if KIND == "lut4":
-                p = p + (_bits(tl.where(n < 8, _entry(_LUT4_0, _LUT4_1, n & 7), _entry(_LUT4_2, _LUT4_3, n & 7))),)
-            else:
-                p = p + (_bits(n << 6 | 0x4C00),)
+            p = p + (_bits(tl.where(n < 8, _entry(_LUT4_0, _LUT4_1, n & 7), _entry(_LUT4_2, _LUT4_3, n & 7))),)
     elif KIND == "int2":
         for i in tl.static_range(8):
             p = p + (((x >> (2 * i) & 3) + (1 << (10 - _PLACES2[i]))).to(tl.float16),)

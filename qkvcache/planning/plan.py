@@ -148,7 +148,6 @@ def plan(
     skip_layers: Iterable[int] = (),
     max_length: int | None = None,
     attention_budget: int | float | Literal["auto"] | None = None,
-    attention_rest: Literal["drop", "coarse"] = "drop",
     offload_pages: bool = False,
 ) -> Plan:
     """Returns the bytes that a `CompressedCache` with these options will take, as `cache.nbytes` measures them, for
@@ -158,7 +157,7 @@ def plan(
         plan(config, format="turboquant_4bit_nc", requests=[(3, 1_000, 200), (1, 16_000, 500)], gpu_memory=80e9)
 
     Args:
-        format, policy, num_sink_tokens, residual_length, skip_layers, attention_budget, attention_rest, offload_pages: as
+        format, policy, num_sink_tokens, residual_length, skip_layers, attention_budget, offload_pages: as
             CompressedCache takes them. Without format and policy, the plan is for a DynamicCache, or with `max_length`
             for a StaticCache. With `offload_pages`, `gpu_memory` must hold what is not in host memory.
         context: tokens of a request, prompt and answer together. None: those of the longest of `requests`.
@@ -208,7 +207,7 @@ def plan(
     layers = shapes(config, dtype.itemsize, tensor_parallel)
     options: dict[str, Any] = {
         "num_sink_tokens": num_sink_tokens, "residual_length": residual_length, "skip_layers": layer_indices(skip_layers),
-        "attention_budget": attention_budget, "attention_rest": attention_rest, "offload_pages": offload_pages,
+        "attention_budget": attention_budget, "offload_pages": offload_pages,
     }  # fmt: skip
     if format is None and attention_budget is not None:
         raise ValueError(f"attention_budget={attention_budget} without a format: pass one, such as format='turboquant_4bit_nc'")
@@ -286,9 +285,7 @@ def plan_all(
         names = [name for name, format in formats.REGISTRY.items() if not isinstance(format, Identity)]
     dims = {shape.head_dim for shape in shapes(config, 2)}
     possible = [name for name in (None, *names) if name is None or not any(formats.REGISTRY[name].refuses(dim) for dim in dims)]
-    reading = {name: options.pop(name) for name in ("attention_budget", "attention_rest", "offload_pages") if name in options}
-    if reading.get("attention_rest") == "coarse":
-        possible = [name for name in possible if name is None or formats.REGISTRY[name].in_halves()]
+    reading = {name: options.pop(name) for name in ("attention_budget", "offload_pages") if name in options}
     if options.get("gpu_memory") is not None and options.get("weights_memory") is None:  # once for all plans
         options["weights_memory"] = weights_bytes(config, model_dtype(config, options.get("dtype")))
     of_ours = options | reading | {"policy": policy}

@@ -50,7 +50,7 @@ class PagedTokens:
         layout: the layout of a page.
         heads: the heads of each row that have pages of their own, `[H]`, or none, `[]`.
         static: the table keeps its address.
-        index: as of `PagePool`.
+        on_host: as of `PagePool`.
     """
 
     lengths: Tensor | None = None
@@ -58,10 +58,10 @@ class PagedTokens:
     grows = False
     """Whether pages are added between steps of compiled code."""
 
-    def __init__(self, layout: PageLayout, like: Pair, heads: Sequence[int], static: bool = False, index: int = 0):
+    def __init__(self, layout: PageLayout, like: Pair, heads: Sequence[int], static: bool = False, on_host: bool = False):
         self.codecs, self.dims, self.static = layout.codecs, layout.dims, static
         device = like[0].device
-        self.pool = PagePool(layout, device, on_triton(device), index)
+        self.pool = PagePool(layout, device, on_triton(device), on_host)
         self.numbers: Numbers = numpy.full((like[0].shape[0], *heads, 0), -1)
         """Numbers of the pages of each row `[B, W]`, or of each head `[B, H, W]`; -1 for none."""
         self.owned = 0
@@ -213,7 +213,7 @@ class PagedTokens:
             return
         used = pages[numpy.sort(numpy.unique(pages, return_index=True)[1])]  # in the order of the tables
         held = [self.pool.read(side, used) for side in (0, 1)]
-        self.pool = PagePool(pool.layout, pool.device, pool.by_address, pool.index.layout.index if pool.index else pool.on_host)
+        self.pool = PagePool(pool.layout, pool.device, pool.by_address, pool.on_host)
         neighbours = self.numbers.ndim == 2 and len(used) == self.numbers.size
         new = self.pool.allocate(*self.numbers.shape if neighbours else (len(used), 1)).ravel()
         place = numpy.full(len(pool.owners), -1)
@@ -320,7 +320,7 @@ class RowPages(PagedTokens):
     ):
         key, value = like
         layout = PageLayout(codecs, (key.shape[3], value.shape[3]), key.shape[1], PAGE, key.dtype, per_head)
-        super().__init__(layout, like, (), static, 0 if offloads is None else 1 + offloads.coarse)
+        super().__init__(layout, like, (), static, offloads is not None)
         self.ahead, self.grows, self.offloads = 0, grows, offloads
         """`ahead`: tokens after the stored ones whose codes are written already."""
         self.bind()

@@ -43,7 +43,7 @@ class PageLayout:
         page_size: tokens of a page.
         dtype: the model's dtype.
         per_head: heads have copies of buffers that they could share, since a slot holds another token in each of them.
-        index: pages have the buffers of an index alone (`kernels.Pages.index`), of keys (1) or of values too (2); 0: all buffers.
+        index: pages have the buffers of an index alone (`kernels.Pages.index`).
     """
 
     codecs: tuple[Codec, Codec]
@@ -52,14 +52,14 @@ class PageLayout:
     page_size: int
     dtype: torch.dtype
     per_head: bool = False
-    index: int = 0
+    index: bool = False
 
     @cached_property
     def planes(self) -> tuple[tuple[int, str, torch.dtype, int, int, int], ...]:
         """The side (0: keys), buffer, dtype, heads, width and first byte of each plane."""
         found, at = [], 0
         for side, (codec, dim) in enumerate(zip(self.codecs, self.dims, strict=True)):
-            only = index_names(codec, dim) if side < self.index else ()
+            only = index_names(codec, dim) if side == 0 else ()
             for buffer in codec.buffers(dim):
                 if buffer.tokens == "each" and (not self.index or buffer.name in only):
                     dtype, heads = buffer.dtype or self.dtype, self.heads if self.per_head or buffer.heads == "each" else 1
@@ -133,13 +133,13 @@ class PagePool:
 
     Args:
         by_address: kernels read and write the pages.
-        index: of the layout of the index, where pages lie in host memory; 0: they lie on the device.
+        on_host: pages lie in host memory, and on the device an index.
     """
 
-    def __init__(self, layout: PageLayout, device: torch.device, by_address: bool, index: int = 0):
-        self.layout, self.device, self.by_address, self.on_host = layout, device, by_address, index > 0
-        indexed = index and (by_address or device.type == "meta")  # which is for planning
-        self.index = PagePool(replace(layout, index=index), device, True) if indexed else None
+    def __init__(self, layout: PageLayout, device: torch.device, by_address: bool, on_host: bool = False):
+        self.layout, self.device, self.by_address, self.on_host = layout, device, by_address, on_host
+        indexed = on_host and (by_address or device.type == "meta")  # which is for planning
+        self.index = PagePool(replace(layout, index=True), device, True) if indexed else None
         self.slabs: list[Slab] = []
         self.owners = numpy.zeros(0, numpy.int32)
         """Owners of each page, by number."""

@@ -50,17 +50,6 @@ def test_each_request_reads_chosen_blocks_of_its_own(sinks, budget, monkeypatch)
     assert got[1] == everything[1] and all(got[i] != everything[i] for i in (0, 2, 3))
 
 
-def test_the_rest_of_each_request_is_read_by_upper_halves():
-    network, ids, reading = llama(), prompts(150, 5, 140), {"num_sink_tokens": 0, "residual_length": 4}
-    reading |= {"attention_budget": BLOCK, "attention_rest": "coarse"}
-    format = TurboQuant(center=False)  # a mean would be that of all prompts here, and of one there
-    with continuous_batching(network, format, **reading) as batching, serving(network, max_batch_tokens=300) as manager:
-        got = answers(manager, ids)
-    assert batching.statistics.format == TurboQuant(center=False, halves=True)
-    for one, tokens in zip(ids, got, strict=True):
-        assert assert_same(tokens, single(network, one, format, **reading)) > 2
-
-
 def test_blocks_are_those_of_pages():
     """As attention over dense tensors that reads the sinks, the last tokens and the chosen blocks."""
     network, ids = llama(), prompts(150, 5, 140)

@@ -214,7 +214,6 @@ def test_arguments_are_refused_where_they_are_given(tmp_path):
         (ValueError, {"residual_length": -1}),
         (TypeError, {"num_sink_tokens": 1.5}),
         (ValueError, {"attention_budget": 0}),
-        (ValueError, {"format": "fp8", "attention_budget": 64, "attention_rest": "coarse"}),
         (TypeError, {"statistics": 3}),
         (ValueError, {"statistics": tmp_path / "nothing"}),
         (NotImplementedError, {"format": [formats.Int8(), formats.Identity(), formats.Int8()]}),

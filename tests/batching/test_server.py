@@ -192,7 +192,7 @@ def test_without_continuous_batching_generate_gets_the_cache(monkeypatch):
     result, ((batching, text),) = serve(monkeypatch, "--no-continuous-batching", "--residual-length", "32", "--attention-budget", "64")
     assert result.exit_code == 0, result.output
     assert batching == "NoneType" and text.startswith(" dilzon")
-    reading = {"attention_budget": 64, "attention_rest": "drop", "offload_pages": False}
+    reading = {"attention_budget": 64, "offload_pages": False}
     assert {"format": FORMAT, "num_sink_tokens": 4, "residual_length": 32, **reading} in made
 
 
@@ -204,7 +204,6 @@ def test_without_continuous_batching_generate_gets_the_cache(monkeypatch):
         (["demo", "--residual-length", "-1"], "--residual-length"),
         (["demo", "--attention-budget", "1.5"], "--attention-budget"),
         (["demo", "--attention-budget", "0"], "attention_budget=0"),
-        (["demo", "--attention-rest", "coarse"], "attention_rest='coarse' without attention_budget"),
         (["demo", "--no-such-option"], "--no-such-option"),
         (["demo", "demo"], "one model"),
         (["demo", "--quantization", "3bit"], "3bit"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -89,38 +87,23 @@ def test_a_budget_changes_nothing_until_it_is_exceeded():
     """Bit for bit, whether it is a number of tokens or a share."""
     network, ids = model("llama"), torch.randint(3, 60, (2, 120))
     whole = TurboQuantCache(network.config, **ZONE)
-    kinds = (128, "drop"), (0.5, "drop"), (128, "coarse"), (BUDGET, "drop"), (BUDGET, "coarse")
-    caches = [TurboQuantCache(network.config, attention_budget=budget, attention_rest=rest, **ZONE) for budget, rest in kinds]
+    caches = [TurboQuantCache(network.config, attention_budget=budget, **ZONE) for budget in (128, 0.5, BUDGET)]
     with torch.no_grad():
         for begin, end in ((0, 116), (116, 119), (119, 120)):
             expected, *logits = (network(ids[:, begin:end], past_key_values=cache).logits for cache in (whole, *caches))
-            assert all(torch.equal(each, expected) for each in logits[:3])
-    assert not any(torch.equal(each, expected) for each in logits[3:])
-
-
-@pytest.mark.parametrize(("format", "share"), [("turboquant_4bit_nc", 0.85), ("int8", 0.25)])
-def test_the_rest_by_upper_halves_is_nearer_to_everything(format, share):
-    network, ids = model("llama"), torch.randint(3, 60, (2, 300))
-    made = functools.partial(CompressedCache, network.config, format=format, **ZONE)
-    few = [made(attention_budget=BUDGET, attention_rest=rest) for rest in ("coarse", "drop")]
-    logits = []
-    with torch.no_grad():
-        for cache in (made(), *few):
-            network(ids[:, :296], past_key_values=cache)
-            logits.append(torch.cat([network(ids[:, at : at + 1], past_key_values=cache).logits for at in range(296, 300)]))
-    coarse, drop = ((each - logits[0]).norm() for each in logits[1:])
-    assert coarse < share * drop
+            assert all(torch.equal(each, expected) for each in logits[:2])
+    assert not torch.equal(logits[2], expected)
 
 
 def test_a_cache_tells_its_budget():
-    cache = TurboQuantCache(model("llama").config, attention_budget=0.125, attention_rest="coarse")
-    assert "attention_budget=0.125, attention_rest='coarse', " in repr(cache)
+    cache = TurboQuantCache(model("llama").config, attention_budget=0.125)
+    assert "attention_budget=0.125, " in repr(cache)
 
 
-@pytest.mark.parametrize(("length", "rest"), [(None, "drop"), (256, "drop"), (256, "coarse")])
-def test_compiled_steps(length, rest):
+@pytest.mark.parametrize("length", [None, 256])
+def test_compiled_steps(length):
     network, ids = model("llama"), torch.randint(3, 60, (2, 150))
-    options = {"format": "turboquant_4bit_nc", "attention_budget": BUDGET, "attention_rest": rest, **ZONE}
+    options = {"format": "turboquant_4bit_nc", "attention_budget": BUDGET, **ZONE}
     eager = CompressedCache(network.config, **options)
     cache = CompressedCache(network.config, **options, max_length=length, compile=True)
     step = torch.compile(network.forward, backend="aot_eager", fullgraph=True)
@@ -163,9 +146,6 @@ def test_caches_that_change_their_rows(change):
         ({"attention_budget": "automatic"}, TypeError, "attention_budget='automatic'"),
         ({"attention_budget": True}, TypeError, "attention_budget=True"),
         ({"attention_budget": 64, "policy": policies.KeyDiff(budget=64)}, ValueError, "leave one out"),
-        ({"attention_budget": 64, "attention_rest": "fine"}, ValueError, "attention_rest='fine'"),
-        ({"attention_budget": 64, "attention_rest": "coarse", "format": "fp8"}, ValueError, "attention_rest='coarse' with format='fp8'"),
-        ({"attention_rest": "coarse"}, ValueError, "without attention_budget"),
     ],
 )
 def test_wrong_budgets_are_refused(options, error, message):

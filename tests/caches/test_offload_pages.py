@@ -28,8 +28,7 @@ KERNEL = pytest.param("triton", marks=KERNELS)
 @pytest.fixture(autouse=True)
 def few_tokens_pay(monkeypatch):
     """A GPU chooses blocks without `offload_pages`, too."""
-    for least in ("LEAST_SKIPPED", "LEAST_COARSE"):
-        monkeypatch.setattr(pages, least, 0)
+    monkeypatch.setattr(pages, "LEAST_SKIPPED", 0)
 
 
 def caches(**options) -> tuple[CompressedCache, CompressedCache]:
@@ -51,7 +50,6 @@ def assert_same(mine: CompressedCache, other: CompressedCache, pieces: list[torc
     ("mode", "options"),
     [
         *((mode, {}) for mode in slowly(MODES, ["chunked_prefill"])), ("beams", {"max_length": 300}), ("greedy", {"attention_budget": 0.3}),
-        ("chunked_prefill", {"attention_rest": "coarse"}),
     ],
 )  # fmt: skip
 def test_generate_gives_the_same_tokens(mode, options):
@@ -72,11 +70,10 @@ def test_steps_and_pieces_give_the_same_logits(format, length):
     assert_same(*caches(format=format, max_length=length), pieces)
 
 
-def layers(format: str = "int8", coarse: bool = False, **options) -> list[CompressedLayer]:
+def layers(format: str = "int8", **options) -> list[CompressedLayer]:
     """One with its pages in host memory, and one without."""
-    options |= {"num_sink_tokens": 2, "residual_length": 4, "attention_budget": AttentionBudget(BUDGET, coarse=coarse)}
-    chosen = FORMATS[format].in_halves() if coarse else FORMATS[format]
-    return [CompressedLayer(chosen, **options, offload_pages=offload) for offload in (True, False)]
+    options |= {"num_sink_tokens": 2, "residual_length": 4, "attention_budget": AttentionBudget(BUDGET)}
+    return [CompressedLayer(FORMATS[format], **options, offload_pages=offload) for offload in (True, False)]
 
 
 def random(tokens: int, rows: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -132,26 +129,24 @@ def test_tokens_that_change_are_fetched_anew(backend, what, length, monkeypatch)
 
 
 @pytest.mark.parametrize("backend", ["torch", KERNEL])
-@pytest.mark.parametrize("coarse", [False, True])
-def test_a_snapshot_is_restored(coarse, backend, monkeypatch):
-    """Also with the rest in the index, by the upper halves of keys and of values."""
+def test_a_snapshot_is_restored(backend, monkeypatch):
     monkeypatch.setenv("QKVCACHE_KERNELS", backend)
-    pair = layers("turboquant_4bit_nc", coarse)
+    pair = layers("turboquant_4bit_nc")
     step(pair, 120, 1)
     held = snapshot(pair[0])
-    pair = layers("turboquant_4bit_nc", coarse)
+    pair = layers("turboquant_4bit_nc")
     for layer in pair:
         restore(layer, held, DEVICE)
     step(pair, 1, 1), step(pair, 1, 1)
     index = pair[0].storage.tokens.pages.index
-    assert index is None or [side.keys() for side in index.slabs[0]] == [{"high", "scale"}, {"high", "scale_zero"} if coarse else set()]
+    assert index is None or [side.keys() for side in index.slabs[0]] == [{"high", "scale"}, set()]
 
 
 @pytest.mark.parametrize(("length", "backend"), [pytest.param(None, "triton", marks=KERNELS), (256, "torch")])
 def test_compiled_steps(length, backend, monkeypatch):
     monkeypatch.setenv("QKVCACHE_KERNELS", backend)
     torch.compiler.reset()
-    compiled, eager = layers("turboquant_4bit_nc", length is None, max_length=length, compile=True)
+    compiled, eager = layers("turboquant_4bit_nc", max_length=length, compile=True)
 
     def one(layer, x, query):
         return attend_on_codes(query, layer.update(*x)[0].attention_inputs)

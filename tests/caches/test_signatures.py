@@ -9,7 +9,7 @@ from qkvcache import CompressedCache, caches
 from qkvcache.caches.named import FormatOptions, Options
 
 GENERAL = {name: at for name, at in inspect.signature(CompressedCache).parameters.items() if at.kind is at.KEYWORD_ONLY}
-OF_FORMATS = {"policy", "num_sink_tokens", "attention_budget", "attention_rest", "offload_pages"}
+OF_FORMATS = {"policy", "num_sink_tokens", "attention_budget", "offload_pages"}
 NAMED = [getattr(caches, name) for name in caches.__all__ if name.endswith("Cache") and name != "CompressedCache"]
 
 

@@ -242,11 +242,7 @@ def test_policies_by_name_take_their_options():
 def test_an_attention_budget_holds_for_each_scored_token():
     lm = cached(cache="int8", attention_budget=0.125)
     assert lm.chunk == 1 and lm.new_cache().attention_budget == 0.125 and lm.spec.name == "int8 reading 12%"
-    made = CacheSpec(cache="turboquant_4bit_nc", attention_budget=64, attention_rest="coarse", offload_pages=True).make(
-        model("llama").config
-    )
-    assert made.attention_rest == "coarse" and made.offload_pages
+    made = CacheSpec(cache="turboquant_4bit_nc", attention_budget=64, offload_pages=True).make(model("llama").config)
+    assert made.attention_budget == 64 and made.offload_pages
     with pytest.raises(ValueError, match="takes no attention_budget"):
         cached(cache="dynamic", attention_budget=64)
-    with pytest.raises(ValueError, match="attention_rest='coarse' without attention_budget"):
-        CacheSpec(cache="int8", attention_rest="coarse")

@@ -83,7 +83,7 @@ def test_blocks_that_are_held_are_not_copied_again():
     assert inputs.cache.blocks[0, 0].tolist() == [0, 2, -1, 3, -1] and inputs.cache.hands[0].tolist() == [4, 3]
 
 
-PLANES = ("identity", "fp8_token", "int4", "turboquant_4bit_nc_halves", "turboquant_3bit_nc")
+PLANES = ("identity", "fp8_token", "int4", "turboquant_4bit_nc", "turboquant_3bit_nc")
 """Formats whose planes differ in their number, their widths and the heads that share them."""
 
 

@@ -45,7 +45,6 @@ KINDS = {  # formats that take each path of the kernel once at least, and a head
     "int4_vllm": 80,
     "nvfp4_mse": 112,
     "turboquant_4bit_nc": 128,
-    "turboquant_4bit_nc_halves": 112,
     "turboquant_3bit_nc": 112,
     "turboquant_3bit_nc_uncentered": 96,
     "hadaquant_k3v2": 80,
@@ -156,26 +155,6 @@ class Means(Format):
 
     def codecs(self) -> tuple[Codec, Codec]:
         return Centered.of(REGISTRY[self.of].key), Centered.of(REGISTRY[self.of].value)
-
-
-@dataclass(frozen=True)
-class Coarse(Format):
-    """Keys by the upper halves of their codes."""
-
-    of: str
-
-    @property
-    def name(self) -> str:
-        return f"upper halves of {self.of}"
-
-    def codecs(self) -> tuple[Codec, Codec]:
-        return REGISTRY[self.of].key.coarse, REGISTRY[self.of].value
-
-
-@pytest.mark.parametrize("dim", [64, 128])
-def test_upper_halves(dim, monkeypatch):
-    monkeypatch.setitem(REGISTRY, "coarse", Coarse("hadaquant_k4v4"))
-    compare(monkeypatch, "coarse", *make("coarse", heads=1, dims=dim))
 
 
 MEANS = {"int4_vllm": 80, "turboquant_3bit_nc": 64, "nvfp4": 112, "int4": 96}

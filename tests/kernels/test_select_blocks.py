@@ -15,7 +15,7 @@ from qkvcache.kernels import select_blocks as selecting
 from qkvcache.kernels.attend import MASKED_SCORE
 from qkvcache.kernels.attend import attend_pages as attend_in_torch
 from qkvcache.kernels.pages import BLOCK, WHOLE, AttentionBudget
-from qkvcache.kernels.select_blocks import block_weights, choose_blocks, coarse_logits, select_blocks
+from qkvcache.kernels.select_blocks import block_weights, choose_blocks, select_blocks, upper_logits
 from tests.matrix import FORMATS, slowly
 
 from .paged_inputs import build, row
@@ -25,15 +25,15 @@ from .test_pages import DEVICE, KERNELS, compare, split
 LENGTHS = [230, 70, 0]
 ROWS = len(LENGTHS)
 BY_KEYS = (
-    "identity", "int8", "int8_halves", "fp8_token", "int4", "int4_vllm", "nvfp4_mse", "turboquant_4bit_nc", "turboquant_4bit_nc_halves",
+    "identity", "int8", "int8_halves", "fp8_token", "int4", "int4_vllm", "nvfp4_mse", "turboquant_4bit_nc",
     "turboquant_3bit_nc",
 )  # fmt: skip
 """Formats whose keys the kernels read in different ways."""
 
 
-def inputs_of(format: str, tokens: int = 2 * BLOCK, share: int = 0, dim: int = 64, coarse: bool = False, **options) -> PagedInputs:
+def inputs_of(format: str, tokens: int = 2 * BLOCK, share: int = 0, dim: int = 64, **options) -> PagedInputs:
     inputs = build(FORMATS[format], LENGTHS, ring=5, ring_tokens=[5, 4, 2], dims=(dim, dim), **options)
-    return replace(inputs, budget=AttentionBudget(tokens, share, coarse))
+    return replace(inputs, budget=AttentionBudget(tokens, share))
 
 
 def queries_like(inputs: PagedInputs, queries: int = 1, group: int = 2) -> Tensor:
@@ -73,7 +73,7 @@ def test_the_weight_of_a_block(masked, begin):
         mask = torch.rand(ROWS, 1, 3, 400) < 0.6 if masked == "bool" else torch.randn(ROWS, 1, 3, 400)
     if masked == "bool":
         mask[1] = False  # padding alone
-    weights = block_weights(coarse_logits(query, inputs, mask, None, 0.3, 5.0), 2)
+    weights = block_weights(upper_logits(query, inputs, mask, None, 0.3, 5.0), 2)
     for mine, wanted in zip(weights, weights_by_row(query, inputs, mask, 0.3, 5.0), strict=True):
         for x, y in zip(mine, wanted, strict=True):
             torch.testing.assert_close(x[: len(y)], y, rtol=1e-3, atol=1e-4)
@@ -119,30 +119,6 @@ def test_attention_reads_the_chosen_blocks_alone(queries, begin):
     wanted, wanted_lse, _ = attend_in_torch(query, inputs, shown, causal=True)
     torch.testing.assert_close(out, wanted, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize(("known", "begin"), [(True, 0), (False, 40)], ids=["scored", "chosen_elsewhere"])
-def test_the_rest_is_read_by_upper_halves(known, begin):
-    """The keys and values that are not chosen are those of the coarse codec, and share one normaliser with all others."""
-    inputs = inputs_of("turboquant_4bit_nc_halves", coarse=True, begin=begin)
-    query = queries_like(inputs)
-    selection = select_blocks(query, inputs)
-    if not known:
-        selection.known = None
-    out, lse, _ = attend_in_torch(query, inputs.reading(selection))
-    coarse = replace(inputs, pages=inputs.pages.coarse)
-    for b, length in enumerate(LENGTHS):
-        sinks, ring = (int(inputs.rows[b, column]) for column in (reference.SINKS, reference.RING_TOKENS))
-        for h in range(2):
-            chosen = selection.places()[b, h]
-            full = torch.ones(sinks + max(length - begin, 0) + ring, dtype=torch.bool)
-            full[sinks : len(full) - ring] = False
-            full[sinks + chosen[chosen >= begin] - begin] = True
-            key, value = (torch.where(full[:, None], *(row(x, b, h, side) for x in (inputs, coarse))) for side in (0, 1))
-            for head in (2 * h, 2 * h + 1):
-                scores = key @ query[b, head, 0].float() * 64**-0.5
-                torch.testing.assert_close(lse[b, head, 0], scores.logsumexp(0), rtol=1e-3, atol=1e-3)
-                torch.testing.assert_close(out[b, head, 0].float(), scores.softmax(0) @ value, rtol=2e-3, atol=2e-3)
 
 
 def overlap(mine, wanted) -> bool:
@@ -210,41 +186,15 @@ def test_groups_of_queries_choose_for_themselves(masked, monkeypatch):
 
 
 @KERNELS
-@pytest.mark.parametrize(
-    ("format", "dim", "queries", "begin"),
-    [
-        ("turboquant_4bit_nc_halves", 128, 1, 40),
-        ("turboquant_4bit_nc_halves", 64, 5, 0),
-        ("hadaquant_k4v4", 64, 1, 5),
-        ("int8_halves", 64, 1, 40),
-    ],
-)
-def test_the_kernels_of_the_rest(format, dim, queries, begin, monkeypatch):
-    from qkvcache.kernels import triton_select_blocks
-
-    inputs = inputs_of(format, share=WHOLE // 4, dim=dim, coarse=True, begin=begin, device=DEVICE)
-    query = queries_like(inputs, queries)
-    mask = torch.rand(ROWS, 1, 1, 400, device=DEVICE) < 0.8
-    options = {"scaling": 0.3, "softcap": 5.0} if queries > 1 else {}
-    wanted = select_blocks(query.float(), inputs, mask, **options)
-    mine = triton_select_blocks.select_blocks(query, inputs, mask, **options)
-    assert overlap(mine, wanted)
-    options |= {"causal": queries > 1, "sinks": torch.randn(4, device=DEVICE)}
-    compare(monkeypatch, format, query, inputs.reading(mine), mask, **options)
-    mine.known = None
-    compare(monkeypatch, format, query, inputs.reading(mine), mask, **options)
-
-
-@KERNELS
 @pytest.mark.parametrize("begin", [0, 40])
 def test_the_kernels_where_all_tokens_are_read(begin, monkeypatch):
     """A step that is captured once serves few tokens, too: nothing is scored, and all blocks are chosen."""
     from qkvcache.kernels import triton_select_blocks
 
-    inputs = inputs_of("turboquant_4bit_nc_halves", tokens=256, coarse=True, begin=begin, device=DEVICE)
+    inputs = inputs_of("turboquant_4bit_nc", tokens=256, begin=begin, device=DEVICE)
     query = queries_like(inputs)
     mine = triton_select_blocks.select_blocks(query, inputs)
     assert mine.lengths.tolist() == [[max(length - begin // BLOCK * BLOCK, 0)] * 2 for length in LENGTHS]
-    out = attend_in_torch(query, inputs.reading(mine))[0]
-    torch.testing.assert_close(out, attend_in_torch(query, inputs)[0])
-    compare(monkeypatch, "turboquant_4bit_nc_halves", query, inputs.reading(mine))
+    read = replace(inputs, selection=mine)
+    torch.testing.assert_close(attend_in_torch(query, read)[0], attend_in_torch(query, inputs)[0])
+    compare(monkeypatch, "turboquant_4bit_nc", query, read)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from qkvcache.formats.base import PackedLayout
 from qkvcache.formats.codebooks import GRID, grid_levels
 from qkvcache.formats.fp8 import VALUES
 from qkvcache.formats.int4 import GroupInt4, HiddenZeroInt4
@@ -51,9 +52,8 @@ def planes(kind: str, per: int, low: Tensor, arch: int, high: Tensor | None = No
     return out.float()
 
 
-def levels(codec, numbers: Tensor) -> Tensor:
+def levels(how: PackedLayout, numbers: Tensor) -> Tensor:
     """What `unpack` gave, as the layout says to read it."""
-    how = codec.packed_layout
     zeros = torch.tensor([plane_offset(how, i) * offset_of(how) for i in range(len(numbers))], device=numbers.device)
     return (numbers - zeros[:, None]) * unit_of(how)
 
@@ -71,7 +71,7 @@ def levels(codec, numbers: Tensor) -> Tensor:
 )
 def test_bytes(codec, table, arch):
     """Both of a word, each among all others."""
-    numbers = levels(codec, planes(codec.packed_layout.kind, 2, ALL_WORDS, arch))
+    numbers = levels(codec.packed_layout, planes(codec.packed_layout.kind, 2, ALL_WORDS, arch))
     table = torch.tensor([float(x) for x in table], device=DEVICE)
     if 0 < arch < 89 and codec.packed_layout.kind == "e4m3":  # has no conversion, and no nan
         table[127], table[255] = 480, -480
@@ -81,32 +81,31 @@ def test_bytes(codec, table, arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
-    ("codec", "table"),
+    ("layout", "table"),
     [
-        (Uniform(4), range(16)),
-        (HiddenZeroInt4(), range(16)),
-        (GroupInt4(), range(-8, 8)),
-        (SymmetricInt8(halves=True).coarse, [16 * n - 120.5 for n in range(16)]),
+        (Uniform(4).packed_layout, range(16)),
+        (HiddenZeroInt4().packed_layout, range(16)),
+        (GroupInt4().packed_layout, range(-8, 8)),
+        (SymmetricInt8(halves=True).packed_layout.upper, [16 * n - 120.5 for n in range(16)]),
     ],
     ids=["uniform", "hidden", "group", "upper"],
 )
-def test_nibbles(codec, table, arch):
-    numbers = levels(codec, planes(codec.packed_layout.kind, 4, ALL_WORDS, arch))
+def test_nibbles(layout, table, arch):
+    numbers = levels(layout, planes(layout.kind, 4, ALL_WORDS, arch))
     table = torch.tensor([float(x) for x in table], device=DEVICE)
     wanted = torch.stack([table[ALL_WORDS >> 4 * i & 15] for i in range(4)])
     assert torch.equal(numbers, wanted)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("codec", "table"), [(Rotated(4), grid_levels(4)), (Uniform(4, True), range(16))], ids=["lloyd", "uniform"])
-def test_four_bits_in_halves(codec, table, arch):
+def test_four_bits_in_halves(arch):
     """Every word of either plane, beside random ones of the other."""
+    layout, table = Rotated(4).packed_layout, torch.tensor(grid_levels(4), device=DEVICE)
     other = torch.randint(2**16, ALL_WORDS.shape, device=DEVICE)
-    table = torch.tensor([float(x) for x in table], device=DEVICE)
     for low, high in ((ALL_WORDS, other), (other, ALL_WORDS)):
         wanted = torch.stack([table[low >> 2 * (i ^ 1) & 3 | (high >> 2 * i & 3) << 2] for i in range(8)])
         # Levels are products of a step and a count, rounded here and there.
-        torch.testing.assert_close(levels(codec, planes(codec.packed_layout.kind, 8, low, arch, high)), wanted, rtol=1e-6, atol=0)
+        torch.testing.assert_close(levels(layout, planes(layout.kind, 8, low, arch, high)), wanted, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -145,25 +144,17 @@ def test_three_bits(codec, arch):
     low, high = (x.contiguous().view(torch.int16) for x in pack3(codes))  # two words of low bits share one of high bits
     shifts = torch.tensor([0, -1], device=DEVICE).expand(low.shape)
     kind = codec.packed_layout.kind
-    numbers = levels(codec, planes(kind, 8, low.flatten(), arch, high.expand(low.shape).flatten(), shifts.flatten()))
+    numbers = levels(codec.packed_layout, planes(kind, 8, low.flatten(), arch, high.expand(low.shape).flatten(), shifts.flatten()))
     table = torch.tensor([float(x) for x in (range(8) if kind == "int3" else grid_levels(3))], device=DEVICE)
     wanted = table[codes.view(-1, 8).long()].mT
     torch.testing.assert_close(numbers, wanted, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(
-    ("codec", "values"),
-    [
-        (Rotated(2), grid_levels(2)),
-        (Rotated(4).coarse, grid_levels(2)),
-        (Uniform(4, True).coarse, [4 * n + 1.5 for n in range(4)]),
-    ],
-    ids=["two", "upper", "upper_uniform"],
-)
-def test_two_bits(codec, values, arch):
-    numbers = levels(codec, planes(codec.packed_layout.kind, 8, ALL_WORDS, arch))
-    table = torch.tensor(values, device=DEVICE)
+@pytest.mark.parametrize("layout", [Rotated(2).packed_layout, Rotated(4).packed_layout.upper], ids=["two", "upper"])
+def test_two_bits(layout, arch):
+    numbers = levels(layout, planes(layout.kind, 8, ALL_WORDS, arch))
+    table = torch.tensor(grid_levels(2), device=DEVICE)
     wanted = torch.stack([table[ALL_WORDS >> 2 * i & 3] for i in range(8)])
     torch.testing.assert_close(numbers, wanted, rtol=1e-6, atol=0)
 
@@ -195,7 +186,7 @@ def test_halves(arch):
     assert torch.equal(out[0], low)
 
 
-@pytest.mark.parametrize(("kind", "count"), [("int8_halves", 4), ("int4_halves", 8), ("lut4", 8), ("int2", 8), ("lut3", 8), ("int3", 8)])
+@pytest.mark.parametrize(("kind", "count"), [("int8_halves", 4), ("lut4", 8), ("int2", 8), ("lut3", 8), ("int3", 8)])
 def test_assembly(kind, count):
     """What is assembled for NVIDIA gives, run on numbers, what plain Triton does; two words in a register, of either half."""
     pairs = torch.randint(2**16, (3, 2, 2**16))
