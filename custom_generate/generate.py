@@ -4,6 +4,7 @@ model.generate(**inputs, custom_generate="path of this repository", trust_remote
 """
 
 from qkvcache import CompressedCache, policies
+from qkvcache.attention import continued
 
 OPTIONS = ("num_sink_tokens", "residual_length", "skip_layers", "compile")
 """Options of CompressedCache that `generate` does not have itself."""
@@ -25,4 +26,5 @@ def generate(model, format=None, policy=None, budget=None, past_key_values=None,
         if budget is not None:
             policy = policies.named(policy, budget=budget)
         past_key_values = CompressedCache(model.config, format=format, policy=policy, **of_cache)
-    return type(model).generate(model, past_key_values=past_key_values, **options)
+    stock = type(model).generate.__get__(model)
+    return continued.generate(stock, model.generation_config, past_key_values=past_key_values, **options)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 
+from . import continued
+
 if TYPE_CHECKING:
     from transformers import Pipeline, PreTrainedModel  # these import every kind of input, and all that models need
 
@@ -43,6 +45,11 @@ class Attachment:
                 cache.activate_past_recording()
         return stock(*args, **kwargs)
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's `generate`. Raises ValueError for a cache that has seen other tokens than the prompt begins with."""
+        stock = type(self.model).generate.__get__(self.model)  # type: ignore[attr-defined]
+        return continued.generate(stock, self.model.generation_config, *args, **kwargs)
+
     def _new_cache(self) -> Cache:
         config = self.model.config
         cache = self.factory(config)
@@ -68,7 +75,7 @@ class Attachment:
     def detach(self) -> None:
         """Restores the model's own caches. Idempotent; leaves a later attachment in place."""
         if self.model.__dict__.get(_METHOD) is self:
-            del self.model.__dict__[_METHOD]
+            detach(self.model)
 
     def __enter__(self) -> PreTrainedModel:
         return self.model
@@ -81,6 +88,9 @@ def attach(model: PreTrainedModel | Pipeline, factory: Callable[..., Cache]) -> 
     """Gives every later `model.generate` that is called without a cache the cache `factory(model.config)`, which takes
     precedence over the `cache_implementation` of the model's generation config. `generate(cache_implementation=...)`
     raises ValueError.
+
+    A cache that the caller passes to `generate` must have seen the first tokens of the prompt: if one of them is known to differ, from
+    an earlier call, `generate` raises ValueError.
 
     In encoder-decoder models it serves self-attention, beside an ordinary cache for the encoder's states.
 
@@ -103,13 +113,15 @@ def attach(model: PreTrainedModel | Pipeline, factory: Callable[..., Cache]) -> 
     if not model._supports_default_dynamic_cache():  # type: ignore[operator]
         raise ValueError(f"{type(model).__name__} does not keep its state in a transformers Cache: there is nothing to attach to")
     attachment = Attachment(model, factory)
-    model.__dict__[_METHOD] = attachment
+    model.__dict__ |= {_METHOD: attachment, "generate": attachment.generate}
     return attachment
 
 
 def detach(model: PreTrainedModel | Pipeline) -> None:
     """Undoes `attach` on `model`, if there is one."""
-    _generating(model, "detach").__dict__.pop(_METHOD, None)
+    attributes = _generating(model, "detach").__dict__
+    for name in (_METHOD, "generate"):
+        attributes.pop(name, None)
 
 
 def _generating(model: Any, call: str) -> PreTrainedModel:

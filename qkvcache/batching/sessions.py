@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..layers.snapshot import Snapshot
-from ..prefix.host_memory import THREADS
+from ..layers.snapshot_file import THREADS
 from ..prefix.pages import StoredPages
 from .metrics import Metrics
 from .statistics import Statistics

@@ -11,13 +11,12 @@ import os
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ..formats import Codes, Format
 from ..kernels import Pair
-from ..prefix.disk import save
-from ..prefix.host_memory import as_bytes
+from ..layers.snapshot_file import as_bytes, opened, save
 
 
 class Statistics:
@@ -43,7 +42,7 @@ class Statistics:
         """
         statistics = Statistics(format)
         try:
-            with safe_open(path, framework="pt") as file:
+            with opened(Path(path)) as file:
                 name = (file.metadata() or {}).get("format")
                 statistics.stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:

@@ -7,7 +7,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Never
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal, Never, Self
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from ..layers.indexed import IndexedLayer
 from ..layers.static_sliding import StaticSlidingLayer
 from ..policies import Budget, KVzip, Policy, check_count
 from ..storage import check_room
+from . import convert, saving
 from .arguments import budget_of, layer_indices, refuse_unknown, why_not_evict
 from .biased import BiasedKeys
 from .compress import fill, read_twice
@@ -106,6 +108,9 @@ class CompressedCache(DynamicCache):
             whose heads differ in what they retain (`alpha_safeguard`, `Budget.heads`).
     """
 
+    seen_ids: Tensor | None = None
+    """The first tokens that the cache has seen, int64 `[B, T]`, as far as a call that had their ids told (`attention/continued.py`)."""
+
     def __init__(
         self,
         config: PreTrainedConfig | None = None,
@@ -140,6 +145,7 @@ class CompressedCache(DynamicCache):
         self._layer_options = {"num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
         self.max_length, self.compile = max_length, compile or max_length is not None
         self._why_static = "compile=True" if max_length is None else "max_length"
+        self.skip_layers = skip_layers
         self.attention_budget, self.offload_pages = attention_budget, offload_pages
         self._attention_budget = budget_of(attention_budget)
         self._check_storage(offloading)
@@ -246,6 +252,7 @@ class CompressedCache(DynamicCache):
         mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids.device)
         policy: KVzip = self.policy  # type: ignore[assignment]
         fill(self.layers, policy, model, mask, *read_twice(model, policy, ids, mask, tokenizer, progress, prefill_chunk_size))
+        self.seen_ids = ids.clone()
 
     def _check_storage(self, offloading: bool) -> None:
         """Raises ValueError or NotImplementedError for options of storage that exclude each other, or the model."""
@@ -399,6 +406,8 @@ class CompressedCache(DynamicCache):
         for layer in self.layers:
             _check_crop(layer, tokens_to_remove)
         super().crop(tokens_to_remove)
+        if self.seen_ids is not None:
+            self.seen_ids = self.seen_ids[:, : int(self.get_seq_length())]
 
     def __deepcopy__(self, memo: dict) -> CompressedCache:
         """A copy that can be written outside of inference mode, even if this cache cannot."""
@@ -406,6 +415,61 @@ class CompressedCache(DynamicCache):
             made = self.__class__.__new__(self.__class__)
             memo |= {id(self): made, id(self._config): self._config}
             made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return made
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the cache to a safetensors file of at most about `nbytes` bytes, for `load`. The file has the stored tokens of all rows,
+        the options of the cache and the sizes of its model, and is in place once it is complete. `torch.save(cache, path)` saves every
+        cache, by pickling.
+
+        Raises:
+            NotImplementedError, before anything is written: a cache that was made without a config, formats and policies of other classes
+                than those of qkvcache, a preallocated cache that evicts or has an indexer or sliding layers, padded rows in a cache that
+                evicts.
+            OSError: the file cannot be written.
+        """
+        saving.save(self, path)
+
+    @staticmethod
+    def load(
+        path: str | PathLike[str], config: PreTrainedConfig, *, device: str | torch.device | Sequence[str | torch.device] = "cpu"
+    ) -> CompressedCache:
+        """Returns the cache that `save` wrote, of any class, as a CompressedCache that goes on as the saved one.
+
+        Args:
+            path: the file.
+            config: the config of the model. Its weights are not compared: they must be those with which the cache was filled.
+            device: of all layers, or one for each layer.
+
+        Raises:
+            ValueError: a file that is no saved cache, of another model, of another version, or damaged; another number of devices than
+                layers.
+            FileNotFoundError: there is no file.
+        """
+        return saving.load(CompressedCache, path, config, device)
+
+    @classmethod
+    def from_cache(cls, cache: Cache, config: PreTrainedConfig, *, attention_mask: Tensor | None = None, **options: Any) -> Self:
+        """Returns a new cache with the tokens of a DynamicCache that was filled elsewhere, which stays as it is. The tokens are stored as
+        those of one prompt.
+
+            CompressedCache.from_cache(dynamic_cache, model.config, format="turboquant_4bit_nc")
+
+        Args:
+            cache: a DynamicCache, with layers of any kind that transformers makes for the model.
+            config: the config of the model.
+            attention_mask: `[B, T]` of the tokens in the cache, 0 for padding; None: there is no padding.
+            **options: those of the class, such as `format` and `policy`.
+
+        Raises:
+            TypeError: a cache of another kind.
+            ValueError: another number of layers than the model has, a mask of another shape, more tokens than `max_length`.
+            NotImplementedError: a policy that needs the attention of the tokens; layers that hold no dense tokens.
+        """
+        convert.check_source(cache)
+        made = cls(config, **options)
+        convert.check_policy(made.policy)
+        convert.take(made, cache, attention_mask)
         return made
 
     def fork(self, n: int) -> list[CompressedCache]:
@@ -471,14 +535,30 @@ class CompressedCache(DynamicCache):
         super().early_initialization(*args, **kwargs)
 
     def reset(self) -> None:
-        """Removes all tokens; the cache can then be used for another prompt and another batch size."""
+        """Removes all tokens; the cache can then be used for another prompt and another batch size.
+
+        Without it, another prompt is appended to the tokens that the cache has seen. `attach`, `custom_generate` and `PrefixStore` compare
+        token ids and raise ValueError. `generate` alone has no ids to compare: it raises ValueError for a prompt of at most half as many
+        tokens as the cache has seen, or of as many; it warns of others that are not longer; another prompt that is longer is not noticed.
+        """
         super().reset()
-        self._last_layer = None
+        self._last_layer = self.seen_ids = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorders the rows, as in transformers' Cache."""
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        self.seen_ids = None
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row, as in transformers' Cache."""
+        super().batch_repeat_interleave(repeats)
+        self.seen_ids = None
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keeps the rows `indices`, as in transformers' Cache. Raises ValueError if there are none."""
         rows_of(indices, max((layer.rows for layer in self.layers if isinstance(layer, CompressedLayer)), default=2**20))  # before any
         super().batch_select_indices(indices)
+        self.seen_ids = None
 
     @property
     def is_initialized(self) -> bool:

@@ -228,20 +228,20 @@ class CompressedLayer(CacheLayerMixin):
             return both(lambda x: F.pad(x, (0, 0, 0, self.prompt_columns - x.shape[2])), (key_states, value_states))
         return key_states, value_states
 
-    def commit(self) -> None:
-        """Stores a pending prompt as if it had no padding."""
+    def commit(self, is_valid: Tensor | None = None) -> None:
+        """Stores a pending prompt. `is_valid`: the tokens that are not padding, bool `[B, T]`; None: all."""
         if self.pending is not None:
-            self.store_pending(None)
+            self.store_pending(None, is_valid)
 
     @uncompiled("a layer with a pending prompt grows: nothing of it is compiled but attention")
     @torch.no_grad()
-    def store_pending(self, attention: PlainAttention | None) -> None:
-        """Stores a pending prompt. Statistics come from the tokens that are not padding in `attention`; None: from all
-        tokens."""
+    def store_pending(self, attention: PlainAttention | None, is_valid: Tensor | None = None) -> None:
+        """Stores a pending prompt. Statistics come from the tokens that are not padding in `attention`, or without it in `is_valid`, bool
+        `[B, T]`; None: from all tokens."""
         storage, (new, self.pending) = self.storage, (self.pending, None)
         if new is not None and storage is not None:
             storage.reserve(new[0].shape[2])
-            storage.tokens.calibrate(new, attention and attention.is_valid())
+            storage.tokens.calibrate(new, is_valid if attention is None else attention.is_valid())
             if attention is not None and self.latents is None and compiles_step(storage.inputs):
                 self._compile_step(storage.inputs, attention)
             storage.append(new)

@@ -220,8 +220,8 @@ class EvictingLayer(CompressedLayer):
         return self.step, self.storage
 
     @torch.no_grad()
-    def commit(self) -> None:
-        """Evicts after a step whose attention has been observed."""
+    def commit(self, is_valid: Tensor | None = None) -> None:
+        """Evicts after a step whose attention has been observed, and which has told what is padding."""
         step, storage = self.step, self.storage
         if step is None or storage is None or not step.observed:
             return

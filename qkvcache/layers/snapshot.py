@@ -1,4 +1,4 @@
-"""`snapshot` copies one row of a layer to named tensors; `restore` copies them into an empty layer. Codes are copied
+"""`snapshot` copies rows of a layer to named tensors; `restore` copies them into an empty layer. Codes are copied
 bit for bit.
 
 Tokens of compressed and dense layers can be cut to any number of first tokens. Full sliding windows, recurrent states and tokens that a
@@ -58,8 +58,8 @@ Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One row of one layer. `kind`: the kind of layer, or "empty"; `numbers`: counts of the layer that do not follow from shapes; `memory`:
-    the locked host memory in which the tensors are, if they are (`prefix/host_memory.py`)."""
+    """Rows of one layer, usually one. `kind`: the kind of layer, or "empty"; `numbers`: counts of the layer that do not follow from
+    shapes; `memory`: the locked host memory in which the tensors are, if they are (`prefix/host_memory.py`)."""
 
     kind: str
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -144,8 +144,8 @@ class Snapshot:
         return next((x.shape[2] for name, x in self.tensors.items() if name.startswith(f"key.{zone}")), 0)
 
 
-def snapshot(layer: Layer, tokens: int | None = None, row: int = 0) -> Snapshot:
-    """Row `row` of `layer`, as views of its tensors where possible; with `tokens`, only the first `tokens` tokens.
+def snapshot(layer: Layer, tokens: int | None = None, row: int | None = 0) -> Snapshot:
+    """Row `row` of `layer`, or all rows (None), as views of its tensors where possible; with `tokens`, only the first `tokens` tokens.
 
     Raises NotImplementedError, with the reason, for layers that cannot be copied or cut.
     """
@@ -154,11 +154,12 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int = 0) -> Snapshot:
         raise NotImplementedError(f"the contents of a {type(layer).__name__} cannot be taken out")
     if kind == "empty":
         return Snapshot("empty")
-    state = _state(layer, row)
+    rows = slice(None) if row is None else slice(row, row + 1)
+    state = _state(layer, rows)
     if kind == "linear":  # it does not count tokens; other layers of the cache do
         return state
-    if isinstance(layer, CompressedLayer) and layer.is_compileable:
-        raise NotImplementedError("the contents of a preallocated layer cannot be taken out")
+    if isinstance(layer, EvictingLayer | IndexedLayer) and layer.is_compileable:
+        raise NotImplementedError(f"the contents of a preallocated {type(layer).__name__} cannot be taken out")
     if isinstance(layer, CompressedLayer):
         layer.commit()
     if isinstance(layer, EvictingLayer):
@@ -170,11 +171,11 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int = 0) -> Snapshot:
     if not layer.is_initialized or not seen:
         return Snapshot("empty")
     if isinstance(layer, CompressedLayer):
-        tensors, numbers = layer.storage.snapshot(row)  # type: ignore[union-attr]
+        tensors, numbers = layer.storage.snapshot(rows)  # type: ignore[union-attr]
     else:
-        tensors = {name: getattr(layer, name)[row : row + 1] for name in ("keys", "values")}
+        tensors = {name: getattr(layer, name)[rows] for name in ("keys", "values")}
         numbers = {"seen": seen} if kind == "sliding" else {}
-    tensors |= {INDEXER + name: x[row : row + 1] for name, x in _indexer(layer).items()}
+    tensors |= {INDEXER + name: x[rows] for name, x in _indexer(layer).items()}
     found = Snapshot(kind, tensors, numbers).joined(state)
     if tokens in (None, seen):
         return found
@@ -189,7 +190,7 @@ def checkpoint(layer: Layer) -> Snapshot | None:
     """`snapshot(layer).checkpoint`, as views, without a copy of tokens that can be cut."""
     if KINDS.get(type(layer)) == "sliding":
         return snapshot(layer)
-    return _state(layer, 0) if isinstance(layer, LinearAttentionLayer) else None
+    return _state(layer, slice(1)) if isinstance(layer, LinearAttentionLayer) else None
 
 
 def _indexer(layer: Layer) -> Codes:
@@ -201,16 +202,17 @@ def _indexer(layer: Layer) -> Codes:
     return {name: x for name, x in found.items() if x is not None}
 
 
-def _state(layer: Layer, row: int) -> Snapshot:
-    """The states of a row of `layer`, as views."""
+def _state(layer: Layer, rows: slice) -> Snapshot:
+    """The states of some rows of `layer`, as views."""
     states = dict(_states(layer))
-    tensors = {name: x[row : row + 1] for name, x in states.items() if isinstance(x, Tensor)}
+    tensors = {name: x[rows] for name, x in states.items() if isinstance(x, Tensor)}
     return Snapshot("linear", tensors, {name: int(x) for name, x in states.items() if isinstance(x, bool | int)})
 
 
-def copy_tokens(into: Layer, layer: Layer, tokens: int | None = None, row: int = 0) -> None:
-    """Gives `into`, which is empty, the first `tokens` tokens of a row of `layer`: one of the two is compressed, the other dense."""
-    rows = slice(row, row + 1)
+def copy_tokens(into: Layer, layer: Layer, tokens: int | None = None, row: int | None = 0) -> None:
+    """Gives `into`, which is empty, the first `tokens` tokens of a row of `layer`, or of all rows (None): at most one of the two is
+    compressed."""
+    rows = slice(None) if row is None else slice(row, row + 1)
     into.update(*(x[rows, :, :tokens] for x in (layer.dense() if isinstance(layer, CompressedLayer) else (layer.keys, layer.values))))
     if not isinstance(into, IndexedLayer | DynamicIndexedLayer):
         return
@@ -219,6 +221,12 @@ def copy_tokens(into: Layer, layer: Layer, tokens: int | None = None, row: int =
         into.update_indexer(keys[rows, :tokens])
     if (ids := getattr(layer, "indexer_position_ids", None)) is not None:  # older releases have none
         into.indexer_position_ids = ids[:, rows, :tokens]
+
+
+def copy_states(into: Layer, layer: Layer) -> None:
+    """Gives `into` the states of all rows of `layer`."""
+    states = _state(layer, slice(None))
+    _restore_states(into, states, next((x.device for x in states.tensors.values()), torch.device("cpu")))
 
 
 def restore(layer: Layer, stored: Snapshot, device: torch.device | str, own: Layer | None = None) -> None:
@@ -289,7 +297,8 @@ def _copied(x: Tensor, device: torch.device) -> Tensor:
     join them on the host."""
     new = torch.empty(x.shape, dtype=x.dtype, device=device)
     several = x.device != device and not x.is_contiguous()
-    for out, part in zip(new[0], x[0], strict=True) if several else ((new, x),):
+    heads = [(out[i], part[i]) for out, part in zip(new, x, strict=True) for i in range(len(out))] if several else [(new, x)]
+    for out, part in heads:
         out.copy_(part.detach(), non_blocking=True)
     return new
 
@@ -318,32 +327,32 @@ def _restore_states(layer: Layer, stored: Snapshot, device: torch.device) -> Non
 # Snapshots from files, which could name any attribute and any size.
 
 
-def check(layer: Layer, stored: Snapshot, seen: int) -> None:
+def check(layer: Layer, stored: Snapshot, seen: int, rows: int = 1) -> None:
     """Raises ValueError, LookupError or RuntimeError unless `restore` can put `stored` into `layer`, which is empty, as the first `seen`
-    tokens of a row: names, dtypes, shapes and counts must be those of a snapshot of this layer."""
+    tokens of `rows` rows: names, dtypes, shapes and counts must be those of a snapshot of this layer."""
     kind, own = stored.kind, KINDS.get(type(layer))
     if kind not in ("empty", own) and (kind, own) != ("dense", "compressed"):
         raise ValueError(f"a snapshot of kind {kind!r} for a {type(layer).__name__}")
     if not isinstance(stored.numbers, dict) or any(type(x) is not int or not 0 <= x < 2**31 for x in stored.numbers.values()):
         raise ValueError(f"counts {stored.numbers!r}")
     if kind != "empty":
-        _check_states(layer, stored.states)
+        _check_states(layer, stored.states, rows)
         stored = stored.attention
     tensors, numbers = stored.tensors.copy(), stored.numbers
     forms: Forms = {}
     counts: dict[str, int] = {}
     if kind != "empty" and isinstance(layer, IndexedLayer | DynamicIndexedLayer):
         codec = layer.indexer_codec if isinstance(layer, IndexedLayer) and kind == "compressed" else Identity().key
-        _check_forms(indexer := _take_indexer(tensors), _indexer_forms(codec, indexer, seen))
+        _check_forms(indexer := _take_indexer(tensors), _indexer_forms(codec, indexer, seen, rows))
     if kind in ("compressed", "evicting"):
-        key, value = (_of_a_row(tensors[f"{side}.sinks"])[:, :, :0].to("meta") for side in ("key", "value"))
+        key, value = (_of_rows(tensors[f"{side}.sinks"], rows)[:, :, :0].to("meta") for side in ("key", "value"))
         layer.format.check(key.shape[3], value.shape[3])
         layer.make_storage((key, value)).check(tensors, numbers, seen)
         return
     if kind in ("dense", "sliding"):
-        keys, values = tensors["keys"], _of_a_row(tensors["values"])
+        keys, values = tensors["keys"], _of_rows(tensors["values"], rows)
         held = min(seen, layer.sliding_window - 1) if kind == "sliding" and layer.sliding_window > 1 else seen
-        forms = {name: (values.dtype, (1, keys.shape[1], held, x.shape[3])) for name, x in (("keys", keys), ("values", values))}
+        forms = {name: (values.dtype, (rows, keys.shape[1], held, x.shape[3])) for name, x in (("keys", keys), ("values", values))}
         counts = {"seen": seen} if kind == "sliding" else {}
     _check_forms(tensors, forms)
     if numbers != counts:
@@ -362,7 +371,7 @@ def check_checkpoint(layer: Layer, stored: Snapshot, end: Snapshot, seen: int) -
         check(layer, stored, seen)
 
 
-def _check_states(layer: Layer, stored: Snapshot) -> None:
+def _check_states(layer: Layer, stored: Snapshot, rows: int) -> None:
     """Raises ValueError unless these can be the states of `layer`: those that its flags say are there."""
     tensors, counts, empty = stored.tensors, stored.numbers, dict(_states(layer))
     named = {name: name.replace(STATE, f"{STATE}is_").replace("_states.", "_states_initialized.") for name in empty}
@@ -371,25 +380,25 @@ def _check_states(layer: Layer, stored: Snapshot) -> None:
     fixed = {name: x for name, x in empty.items() if type(x) is int}
     if tensors.keys() != there or not counts.keys() <= empty.keys() - flags.keys() or fixed.items() - counts.items():
         raise ValueError(f"{sorted(tensors)} and {counts} for a {type(layer).__name__}")
-    if any(_of_a_row(x).ndim < 3 for x in tensors.values()):
+    if any(_of_rows(x, rows).ndim < 3 for x in tensors.values()):
         raise ValueError(f"states {sorted(tensors)} of fewer than three dimensions")
 
 
-def _indexer_forms(codec: Codec, tensors: Codes, seen: int) -> Forms:
+def _indexer_forms(codec: Codec, tensors: Codes, seen: int, rows: int) -> Forms:
     """The forms of the tensors of an indexer after `seen` tokens, with as many channels and positions as these have."""
     forms: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     if "codes" in tensors:
         codes = tensors["codes"]
-        forms = {x.name: (x.dtype or _of_a_row(codes).dtype, (1, 1, seen, x.width)) for x in codec.buffers(codes.shape[-1])}
+        forms = {x.name: (x.dtype or _of_rows(codes, rows).dtype, (rows, 1, seen, x.width)) for x in codec.buffers(codes.shape[-1])}
     if POSITIONS in tensors:
-        forms[POSITIONS] = torch.int64, (1, *tensors[POSITIONS].shape[1:2], seen, 1)
+        forms[POSITIONS] = torch.int64, (rows, *tensors[POSITIONS].shape[1:2], seen, 1)
     return forms
 
 
-def _of_a_row(x: Tensor) -> Tensor:
-    """The tensor. Raises ValueError unless it has one row of floating-point numbers."""
-    if len(x) != 1 or not x.dtype.is_floating_point:
-        raise ValueError(f"{list(x.shape)} in {x.dtype} where one row of vectors is stored")
+def _of_rows(x: Tensor, rows: int) -> Tensor:
+    """The tensor. Raises ValueError unless it has `rows` rows of floating-point numbers."""
+    if len(x) != rows or not x.dtype.is_floating_point:
+        raise ValueError(f"{list(x.shape)} in {x.dtype} where {rows} rows of vectors are stored")
     return x
 
 

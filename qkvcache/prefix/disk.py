@@ -1,9 +1,7 @@
-"""Entries, and pages of continuous batching, as safetensors files in a directory that any number of processes share.
+"""Entries, and pages of continuous batching, as files (`layers/snapshot_file.py`) in a directory that any number of processes share.
 
 A file name consists of the names of the model and of the cache template, and a digest of the tokens, so that the directory is the index.
-A file is renamed into place, so that it is complete when it appears. It holds parts, which are snapshots: layers, checkpoints and token
-ids, or a page. Its header has digests of every `CHUNK` tokens of each part, so that a fetch reads and checks only the tokens that it
-matched; one more digest covers the header and the file name. Digests detect damage and mistakes; they are not a signature.
+The parts of a file are layers, checkpoints and token ids, or a page; its header is bound to its name.
 
 A file is used by setting its time of modification. A file that stays whatever its age and the room has an empty file beside it,
 of its name and `PINNED`.
@@ -12,7 +10,6 @@ of its name and `PINNED`.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -22,70 +19,52 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
-from uuid import uuid4
 
-import numpy
-import xxhash
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from ..layers import snapshot_file
 from ..layers.snapshot import Snapshot
+from ..layers.snapshot_file import THREADS, WRITING, Damaged, Parts, reading, sync, tokens_of
 from . import match
 from .entry import CacheTemplate, Checkpoints, Entry
-from .host_memory import THREADS, Blocks, as_bytes
+from .host_memory import Blocks
 
-VERSION = 6
-CHUNK = 4096
-"""Tokens that share a digest."""
 AHEAD = min(THREADS, 5)
 """Layers that are read into `Blocks` at a time; one more block holds the layer in use. New blocks are locked one after
 another, and locking one takes about as long as a thread needs for a layer: more blocks come too late to help, and with
 fewer the bus waits."""
-SUFFIX, WRITING, PINNED = ".safetensors", ".writing", ".pinned"
+SUFFIX, PINNED = ".safetensors", ".pinned"
 LONGEST_WRITE = 3600
 """Seconds after which a folder that a process writes into counts as left by a killed process."""
+WHAT = "qkvcache_prefix"
+"""The kind of file."""
 IDS, PAGE = "ids", "page"
 """The names of the parts that are no layers."""
 Copy = Callable[[Snapshot], Snapshot]
 _NAME = re.compile(r"([0-9a-f]{32}-){2}[0-9a-f]{32}\.safetensors")
 
 
-class Damaged(Exception):
-    """Raised for a file that must not be loaded, with the reason."""
-
-
 @dataclass(frozen=True)
-class File:
+class File(Parts):
     """A file whose header was checked. `key` of an entry; `text` describes the cache or the page, `model` the model; `whole`: whether the
-    entry is cut at checkpoints alone; `parts`: kind, numbers and digests of each part, by layer, or layer and tokens of a checkpoint."""
+    entry is cut at checkpoints alone. The names of `parts` are those of layers, or layer and tokens of a checkpoint."""
 
-    path: Path
-    key: bytes
     text: str
     model: str
     tokens: int
     whole: bool
-    parts: dict[str, dict]
+    key: bytes = b""
 
     @cached_property
     def cuts(self) -> match.Cuts:
         """The numbers of tokens to which it can be cut, of its checkpoints and of all; None: any."""
         return (*sorted({int(name.partition("@")[2]) for name in self.parts if "@" in name}), self.tokens) if self.whole else None
-
-    def snapshots(self) -> dict[str, Snapshot]:
-        """The parts, unchecked, whose tensors are views of the file."""
-        tensors: dict[str, dict[str, Tensor]] = {name: {} for name in self.parts}
-        with safe_open(self.path, framework="pt") as handle:
-            for name in handle.keys():  # noqa: SIM118  (it is no dictionary)
-                part, _, own = name.partition(".")
-                tensors[part][own] = handle.get_tensor(name)
-        return {name: Snapshot(x["kind"], tensors[name], x["numbers"]) for name, x in self.parts.items()}
 
     def layers(self, template: CacheTemplate | None) -> tuple[list[Snapshot], Checkpoints]:
         """The layers and the checkpoints of an entry, of which names, shapes and counts are checked if `template` is given."""
@@ -96,19 +75,6 @@ class File:
             template.check(layers, self.tokens, checkpoints)
         return layers, checkpoints
 
-    def verify(self, name: str, part: Snapshot, chunks: int | None = None) -> None:
-        """Raises Damaged if the first `chunks` chunks of a part are not what was written; None: all."""
-        if _sums(part, chunks) != self.parts[name]["sums"][:chunks]:
-            raise Damaged(f"the contents of {name if name in (IDS, PAGE) else f'layer {name}'} were changed")
-
-    def checked(self) -> dict[str, Snapshot]:
-        """All parts. Raises Damaged if one is not what was written, FileNotFoundError if the file was removed."""
-        with _reading(self.path):
-            parts = self.snapshots()
-            for name, part in parts.items():
-                self.verify(name, part)
-        return parts
-
 
 def file_name(key: bytes) -> str:
     """The file name of an entry: the model's name, the template's name and a digest of the tokens, in hex."""
@@ -116,61 +82,15 @@ def file_name(key: bytes) -> str:
     return f"{key[:half].hex()}-{key[half : match.NAME].hex()}-{hashlib.blake2b(key, digest_size=16).hexdigest()}{SUFFIX}"
 
 
-def save(final: Path, tensors: dict[str, Tensor], metadata: dict[str, str], room: Callable[[int], None] | None = None) -> None:
-    """Writes a safetensors file into a folder of this process and renames it; it survives a crash of the system once this returns. Raises
-    OSError if that fails, and leaves no part of it. `room` is called with its size before the renaming."""
-    folder = final.parent / f"{uuid4().hex}{WRITING}"  # safetensors makes temporary files of its own
-    try:
-        folder.mkdir(parents=True)
-        save_file(tensors, folder / final.name, metadata)
-        _sync(folder / final.name)
-        if room is not None:
-            room((folder / final.name).stat().st_size)
-        os.replace(folder / final.name, final)
-        _sync(final.parent)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    """Waits until a file, or the names in a directory, are on the device."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """A context in which errors become FileNotFoundError if the file was removed, else Damaged."""
-    try:
-        yield
-    except (SafetensorError, OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
-        if not path.exists():  # another process removed it before it was opened or mapped
-            raise FileNotFoundError(path) from error
-        raise Damaged(f"it is truncated or damaged ({error})") from error
-
-
 def read_header(path: Path) -> File:
     """Reads and checks the header, and the token ids of an entry. Raises Damaged for a file that is foreign, incomplete or of another name;
     FileNotFoundError if the file was removed."""
-    with _reading(path), safe_open(path, framework="pt") as handle:
-        metadata = handle.metadata() or {}
-        version = metadata.get("qkvcache_prefix")
-        if version is None:
-            raise Damaged("it is no prefix entry")
-        if version != str(VERSION):
-            raise Damaged(f"it has version {version[:20]}, this release reads version {VERSION}: upgrade qkvcache, or remove the file")
-        if metadata.get("digest") != _digest(path, metadata["header"]):
-            raise Damaged("its header was changed, or its name belongs to another file")
-        file = File(path, b"", **json.loads(metadata["header"]))
+    header = snapshot_file.read_header(path, WHAT, "prefix entry", path.name)
+    with reading(path):
+        file = File(path, **header)
         if IDS not in file.parts:
             return file
-        ids = handle.get_tensor(f"{IDS}.{IDS}")
-        file.verify(IDS, Snapshot(IDS, {IDS: ids}))
+        ids = file.checked((IDS,))[IDS].tensors[IDS]
         file = replace(file, key=match.encode(bytes.fromhex(path.name[:65].replace("-", "")), ids))
         if path.name != file_name(file.key) or file.tokens != match.length(file.key) or max(file.cuts or [0]) > file.tokens:
             raise Damaged(f"it has other token ids than its name says, or cuts at {file.cuts}")
@@ -184,19 +104,19 @@ def read(file: File, tokens: int | None = None, copy: Copy | None = None, templa
 
     With `Blocks`, drop all references to a layer before asking for the second layer after it; otherwise its block is
     not reused."""
-    with _reading(file.path):
+    with reading(file.path):
         layers, checkpoints = file.layers(template)
     states = checkpoints.get(tokens or 0, [None] * len(layers))
 
     def checked(i: int) -> Snapshot:
         part, own = layers[i], states[i]
-        with _reading(file.path):
+        with reading(file.path):
             if own is not None:
                 file.verify(f"{i}@{tokens}", own)
             if tokens not in (None, file.tokens):
                 part = part.cut(tokens, own)
             if part is not own:
-                file.verify(str(i), layers[i], None if part is layers[i] else -(-_tokens(part) // CHUNK) or 1)
+                file.verify(str(i), layers[i], None if part is layers[i] else -(-tokens_of(part) // snapshot_file.CHUNK) or 1)
         return copy(part) if copy else part
 
     readers = AHEAD if isinstance(copy, Blocks) else THREADS
@@ -212,7 +132,7 @@ def read(file: File, tokens: int | None = None, copy: Copy | None = None, templa
 
 def read_checkpoints(file: File, most: int, copy: Copy | None = None) -> Checkpoints:
     """The checkpoints of an entry at up to `most` tokens, as `read` gives layers. Raises Damaged as it does."""
-    with _reading(file.path):
+    with reading(file.path):
         found = {at: layers for at, layers in file.layers(None)[1].items() if at <= most}
         for at, layers in found.items():
             for i, own in enumerate(layers):
@@ -234,33 +154,8 @@ def _entries(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """The entries in a directory that no other process removes meanwhile."""
     for entry in files(directory):
         with suppress(FileNotFoundError):
-            if _NAME.fullmatch(entry.name):
+            if _NAME.fullmatch(entry.name) and S_ISREG(entry.stat().st_mode):
                 yield Path(entry.path), entry.stat()
-
-
-def _digest(path: Path, header: str) -> str:
-    return xxhash.xxh3_128((path.name + header).encode()).hexdigest()
-
-
-def _sums(layer: Snapshot, chunks: int | None = None) -> list[str]:
-    """Digests of the first `chunks` chunks; None: of all. The first digest also covers names, shapes and tensors
-    without a token dimension."""
-    tensors = sorted(layer.tensors.items())
-    arrays = [as_bytes(x) for _, x in tensors if x.numel()]
-    text = "".join(f"{name} {x.dtype} {list(x.shape)} " for name, x in tensors)
-    sums = []
-    for begin in range(0, _tokens(layer) or 1, CHUNK)[:chunks]:
-        digest = xxhash.xxh3_128(b"" if begin else text.encode())  # as fast as files are read
-        for x in arrays:
-            part = x[:, :, begin : begin + CHUNK] if x.ndim == 4 else x[: 0 if begin else None]
-            if part.size:
-                digest.update(numpy.ascontiguousarray(part).data)
-        sums.append(digest.hexdigest())
-    return sums
-
-
-def _tokens(layer: Snapshot) -> int:
-    return max((x.shape[2] for x in layer.tensors.values() if x.ndim == 4 and x.numel()), default=0)
 
 
 class DiskStore:
@@ -326,7 +221,7 @@ class DiskStore:
         this returns."""
         marker = self.directory / f"{name}{PINNED}"
         marker.touch() if pinned else marker.unlink(missing_ok=True)
-        _sync(self.directory)
+        sync(self.directory)
 
     def is_pinned(self, name: str) -> bool:
         return (self.directory / f"{name}{PINNED}").exists()
@@ -358,7 +253,8 @@ class DiskStore:
             return None
         except Damaged as error:
             warnings.warn(f"{path} is removed: {error}", stacklevel=2)
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # a folder
+                path.unlink(missing_ok=True)
             return None
 
     def write_page(self, name: str, page: Snapshot, text: str, tokens: int) -> str | None:
@@ -403,14 +299,9 @@ class DiskStore:
         """Writes a file of `parts`. Returns None, or the reason why it was not written."""
         if sum(part.nbytes for part in parts.values()) > self.max_bytes:
             return "larger than the whole budget on disk"
-        with ThreadPoolExecutor(THREADS) as pool:
-            sums = pool.map(_sums, parts.values())
-            described = {part: {"kind": x.kind, "numbers": x.numbers, "sums": y} for (part, x), y in zip(parts.items(), sums, strict=True)}
-        text, path = json.dumps(header | {"model": self.model, "parts": described}), self.directory / name
-        metadata = {"qkvcache_prefix": str(VERSION), "header": text, "digest": _digest(path, text)}
-        tensors = {f"{part}.{own}": x for part, layer in parts.items() for own, x in layer.tensors.items()}
         try:
-            save(path, tensors, metadata, partial(self._make_room, spare))
+            header["model"] = self.model
+            snapshot_file.write(self.directory / name, WHAT, parts, header, name, partial(self._make_room, spare))
         except OSError as error:
             return f"writing failed: {error.strerror or error}"
         return None

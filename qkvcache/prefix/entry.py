@@ -47,6 +47,8 @@ class CacheTemplate:
     """
 
     def __init__(self, cache: Cache, config: PreTrainedConfig):
+        if any(isinstance(layer, CompressedLayer) and layer.is_compileable for layer in cache.layers):
+            raise NotImplementedError("a preallocated or compiled cache: make it without max_length and compile=True")
         self._config = config
         self._cache = copy.copy(cache)
         self._cache.layers = []

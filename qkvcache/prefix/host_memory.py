@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import sys
 import warnings
 import weakref
@@ -17,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ..layers.snapshot import Snapshot
+from ..layers.snapshot_file import THREADS, as_bytes
 
 ALIGNMENT = 8
 """The alignment of tensors in a block, in bytes."""
 PORTABLE = 1
 """The flag `cudaHostRegisterPortable`: locked for all GPUs."""
-THREADS = min(os.cpu_count() or 1, 16)
 SHARE = 4 * 2**20
 """Bytes that a thread writes to at a time: two huge pages."""
 
@@ -131,10 +130,3 @@ def _touch(block: numpy.ndarray) -> None:
     with ThreadPoolExecutor(THREADS) as pool:
         for begin in range(0, len(block), SHARE):
             pool.submit(block[begin : begin + SHARE : mmap.PAGESIZE].fill, 0)
-
-
-def as_bytes(x: Tensor) -> numpy.ndarray:
-    """The bytes of a tensor in host memory as a numpy array, a view if its last dimension is contiguous. numpy copies
-    in the calling thread; torch would start a team of threads and wait for busy ones."""
-    x = x.detach() if x.ndim else x.detach()[None]
-    return (x if x.stride(-1) == 1 else x.contiguous()).view(torch.uint8).numpy()

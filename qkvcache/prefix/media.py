@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from .host_memory import as_bytes
+from ..layers.snapshot_file import as_bytes
 
 NAMES = re.compile(r"(image|video|audio|speech|media|visual|vision)(_placeholder|_indicator)?_token_(id|ids|index)")
 """Names of a config's placeholders of images, videos and sounds."""

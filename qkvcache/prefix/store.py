@@ -6,6 +6,7 @@ Tokens are compared, so that a wrong prefix cannot be used. Entries are named af
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
+from ..attention.continued import check_continues, remember
 from ..caches import CompressedCache
 from ..formats import FormatLike
 from ..layers.snapshot import Snapshot
@@ -113,7 +115,8 @@ class PrefixStore:
             CompressedCache takes them.
 
     Entries keep the format of the cache that they were stored from. Give the store the format of the caches that you
-    store: after a restart it finds only entries of this format. Threads must not use a store at the same time.
+    store: after a restart it finds only entries of this format. Threads may use a store at the same time: each call waits for the others,
+    and models run beside each other. Threads cannot share a model that keeps the positions of its latest prompt (`rope_deltas`).
 
     Raises:
         ValueError: negative sizes, an unknown format, options that exclude each other, a directory that cannot be written.
@@ -167,6 +170,8 @@ class PrefixStore:
         self._disk = None if directory is None else DiskStore(Path(directory), max_disk_bytes, model.config.model_type, time_to_live)
         self._pages: list[StoredPages] = []
         self._stats = Stats()
+        self._lock = threading.RLock()
+        """Held by calls, but not while a model runs."""
         self._positioned: list[Any] = [module for module in model.modules() if hasattr(module, "rope_deltas")]
         """Modules that remember how far an image of the latest prompt has shifted the positions after it."""
 
@@ -177,7 +182,9 @@ class PrefixStore:
         The beginning has at most `T - 1` tokens, since `generate` needs one to compute. Raises TypeError or ValueError for invalid token
         ids, and for rows that differ.
         """
-        return self._fetch(rows(ids, self.model.config))
+        inputs = rows(ids, self.model.config)
+        with self._lock:
+            return self._fetch(inputs)
 
     @torch.no_grad()
     def _fetch(self, inputs: list[Tensor]) -> Match:
@@ -199,6 +206,7 @@ class PrefixStore:
                 continue
             if len(inputs) > 1:
                 cache.batch_repeat_interleave(len(inputs))
+            _remember(cache, inputs)
             self._forget_positions()
             kind = match.kind(stored, stored[: match.NAME] + keys[0][match.NAME :])
             self._stats.hits[kind] += 1
@@ -215,8 +223,8 @@ class PrefixStore:
         stored now; if not, `stats` has the reason. An entry is not stored again if another entry of the same template,
         in memory or on disk, holds its tokens.
 
-        Raises TypeError or ValueError for invalid token ids, an argument that is not a cache, or another number of
-        rows.
+        Raises TypeError or ValueError for invalid token ids, an argument that is not a cache, another number of rows, or a cache that is
+        known to have seen other tokens.
         """
         inputs = rows(ids, self.model.config)
         if not isinstance(cache, Cache) or not hasattr(cache, "layers"):
@@ -224,8 +232,11 @@ class PrefixStore:
         batch = batch_size(cache)
         if batch and len(inputs) not in (1, batch):
             raise ValueError(f"{len(inputs)} rows of ids for a cache of {batch} rows: pass the ids of each row, or one that all began with")
-        identity = self._scanned()
-        return all([self._store(row, cache, identity, number, padded=len(inputs) > 1) for number, row in enumerate(inputs)])
+        if not _digested(inputs):
+            check_continues(cache, torch.stack(inputs))
+        with self._lock:
+            identity = self._scanned()
+            return all([self._store(row, cache, identity, number, padded=len(inputs) > 1) for number, row in enumerate(inputs)])
 
     @contextmanager
     def reuse(self, ids: Inputs) -> Iterator[Cache]:
@@ -250,7 +261,8 @@ class PrefixStore:
         """
         positions = [(module, module.rope_deltas) for module in self._positioned]
         inputs = rows(ids, self.model.config)
-        cache, row = self._fetch(inputs).cache, inputs[0]
+        with self._lock:
+            cache, row = self._fetch(inputs).cache, inputs[0]
         text = row[: text_tokens(row, self.model.config)]
         template = self._into(self._template)
         if cache is None:
@@ -259,20 +271,25 @@ class PrefixStore:
             template = self._template_of(cache)
         try:
             begin = text[: unbroken(row, min(len(text), len(row) - 1))]
-            if not template.cuttable and self._may_store(begin):
+            with self._lock:
+                computes = not template.cuttable and self._may_store(begin)
+            if computes:
                 self._compute(begin, ids, cache, len(inputs), 0 if template.evicts else self.checkpoint_interval)
             yield cache
             if template.cuttable:
-                self._store(text, cache, self._identity.current(), release=True)
+                with self._lock:
+                    self._store(text, cache, self._identity.current(), release=True)
         finally:
             cache.layers = template.layers()
+            _remember(cache, inputs)  # that it has seen none
             for module, deltas in positions:  # another conversation may go on
                 module.rope_deltas = deltas
 
     def pages(self, format: str, layout: str, size: int) -> StoredPages:
         """The pages of continuous batching of `size` tokens in a format and layout (`continuous_batching(store=)`)."""
-        found = StoredPages(self._memory, self._disk, self._identity.current(), format, layout, size, self._on_gpu)
-        self._pages.append(found)
+        with self._lock:
+            found = StoredPages(self._memory, self._disk, self._identity.current(), format, layout, size, self._on_gpu)
+            self._pages.append(found)
         return found
 
     def pin(self, ids: Inputs) -> int:
@@ -282,29 +299,31 @@ class PrefixStore:
         Pins an entry of exactly these tokens, which is cut from a longer one if need be, and the full pages that `continuous_batching`
         has stored of them. Returns the number of tokens that are pinned. Raises ValueError if nothing of them is stored.
         """
-        keys, words = self._pinnable(ids)
-        entries = [entry for key in keys if (entry := self._entry(key)) is not None]
-        for entry in entries:
-            if self._disk is not None:
-                if self._disk.file(entry.key) is None and (reason := self._disk.write(entry)):
-                    raise ValueError(f"the pinned entry is not on disk: {reason}")
-                self._disk.pin(file_name(entry.key))
-            self._memory.pin(entry.key)
-            self._memory.put(entry.key, entry)
-        pinned = [pages.pin(words) for pages in self._pages] + [match.length(entry.key) for entry in entries]
-        if not any(pinned):
-            raise ValueError(f"no entry or page holds these {len(words)} tokens: store them first, by reuse(ids) or store(ids, cache)")
-        return max(pinned)
+        with self._lock:
+            keys, words = self._pinnable(ids)
+            entries = [entry for key in keys if (entry := self._entry(key)) is not None]
+            for entry in entries:
+                if self._disk is not None:
+                    if self._disk.file(entry.key) is None and (reason := self._disk.write(entry)):
+                        raise ValueError(f"the pinned entry is not on disk: {reason}")
+                    self._disk.pin(file_name(entry.key))
+                self._memory.pin(entry.key)
+                self._memory.put(entry.key, entry)
+            pinned = [pages.pin(words) for pages in self._pages] + [match.length(entry.key) for entry in entries]
+            if not any(pinned):
+                raise ValueError(f"no entry or page holds these {len(words)} tokens: store them first, by reuse(ids) or store(ids, cache)")
+            return max(pinned)
 
     def unpin(self, ids: Inputs) -> None:
         """Lets the stored tokens of `ids` `[T]` be evicted again. What is not pinned stays as it is."""
-        keys, words = self._pinnable(ids)
-        for pages in self._pages:
-            pages.pin(words, False)
-        for key in keys:
-            self._memory.pin(key, False)
-            if self._disk is not None and self._disk.file(key) is not None:
-                self._disk.pin(file_name(key), False)
+        with self._lock:
+            keys, words = self._pinnable(ids)
+            for pages in self._pages:
+                pages.pin(words, False)
+            for key in keys:
+                self._memory.pin(key, False)
+                if self._disk is not None and self._disk.file(key) is not None:
+                    self._disk.pin(file_name(key), False)
 
     def _pinnable(self, ids: Inputs) -> tuple[list[bytes], list[int]]:
         """The keys of `ids`, and the tokens before the first image."""
@@ -340,37 +359,42 @@ class PrefixStore:
     def trim(self, max_bytes: int, max_disk_bytes: int | None = None) -> None:
         """Evicts the least recently used entries until at most `max_bytes` are in memory, and `max_disk_bytes` on disk if given. Pinned
         ones stay."""
-        check_count("max_bytes", max_bytes, of="bytes")
-        if max_disk_bytes is not None:
-            check_count("max_disk_bytes", max_disk_bytes, of="bytes")
-            self._require_disk().trim(max_disk_bytes)
-        self._memory.trim(max_bytes)
+        with self._lock:
+            check_count("max_bytes", max_bytes, of="bytes")
+            if max_disk_bytes is not None:
+                check_count("max_disk_bytes", max_disk_bytes, of="bytes")
+                self._require_disk().trim(max_disk_bytes)
+            self._memory.trim(max_bytes)
 
     def save(self) -> int:
         """Writes the entries in memory that are not on disk, for example after files were removed; returns their
         number."""
-        disk = self._require_disk()
-        self._scanned()
-        return sum(self._write(disk, entry) for entry in self._memory.entries)
+        with self._lock:
+            disk = self._require_disk()
+            self._scanned()
+            return sum(self._write(disk, entry) for entry in self._memory.entries)
 
     def load(self) -> int:
         """Reads entries from disk into memory, the most recently used first, as many as fit beside the present ones;
         returns their number."""
-        disk = self._require_disk()
-        loaded, room = list[Entry](), self._memory.max_bytes - self._memory.nbytes
-        for key in disk.newest(self._scanned()):
-            if match.covering(self._memory.cuts, key) is None and (entry := self._loaded(key, room)) is not None:
-                loaded.append(entry)
-                room -= entry.nbytes
-        for entry in reversed(loaded):
-            self._memory.pin(entry.key, disk.is_pinned(file_name(entry.key)))
-            self._memory.put(entry.key, entry)
-        return len(loaded)
+        with self._lock:
+            disk = self._require_disk()
+            loaded, room = list[Entry](), self._memory.max_bytes - self._memory.nbytes
+            for key in disk.newest(self._scanned()):
+                if match.covering(self._memory.cuts, key) is None and (entry := self._loaded(key, room)) is not None:
+                    loaded.append(entry)
+                    room -= entry.nbytes
+            for entry in reversed(loaded):
+                self._memory.pin(entry.key, disk.is_pinned(file_name(entry.key)))
+                self._memory.put(entry.key, entry)
+            return len(loaded)
 
     @property
     def stats(self) -> Stats:
         """A copy of the counts, with the current size."""
-        now = replace(deepcopy(self._stats), entries=len(self), nbytes=self._memory.nbytes, evicted=self._memory.evicted)
+        with self._lock:
+            counts = deepcopy(self._stats)
+        now = replace(counts, entries=len(self), nbytes=self._memory.nbytes, evicted=self._memory.evicted)
         if (disk := self._disk) is None:
             return now
         files, disk_bytes = disk.size()
@@ -403,7 +427,8 @@ class PrefixStore:
         self._forget_positions()
         for tokens in compute(self.model, row, inputs, count, cache, interval):
             if tokens == len(row):
-                self._store(row, cache, self._identity.current(), checkpoints=checkpoints)
+                with self._lock:
+                    self._store(row, cache, self._identity.current(), checkpoints=checkpoints)
             else:
                 checkpoints = thinned(checkpoints | {tokens: take_checkpoint(cache)}, self._memory.max_bytes // 2)
 
@@ -507,6 +532,17 @@ class PrefixStore:
         if self._disk is None:
             raise ValueError("the store has no directory: pass directory=... when it is made")
         return self._disk
+
+
+def _digested(inputs: list[Tensor]) -> bool:
+    """Whether digests of images stand among the token ids."""
+    return any(bool((row >= DIGEST).any()) for row in inputs)
+
+
+def _remember(cache: Cache, inputs: list[Tensor]) -> None:
+    """Notes which tokens are in the cache."""
+    if not _digested(inputs):
+        remember(cache, torch.stack(inputs))
 
 
 def _check_model(model: object, tokenizer: object, dense: bool, options: dict) -> None:

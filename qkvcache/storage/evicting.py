@@ -61,6 +61,12 @@ class StaticLayout(StaticTensors):
     def tensors(self) -> list[Tensor]:
         return [*super().tensors(), *self.statistics.values()]
 
+    def fields(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The metadata of the slots and of the ring, as views."""
+        parts = slice(self.slots), slice(self.slots, None)
+        region, ring = ({name: x[..., part] for name, x in self.records.items()} for part in parts)
+        return region, ring
+
 
 class EvictingStorage(LayerStorage):
     """Storage for the tokens that `policy` retains within `budget`, with keys and values like `like`, `[B, H, T, D]`
@@ -92,6 +98,22 @@ class EvictingStorage(LayerStorage):
         self.ordered = in_order
         self.static: StaticLayout | None = None
         self._start(both(lambda x: x[:, :, :0].detach().clone(), like))
+
+    def __getstate__(self) -> dict:
+        """Leaves out what holds addresses. Pickling does not keep which tensors share memory."""
+        layout = self.static
+        if layout is None:
+            return self.__dict__
+        kept: Any = replace(layout, inputs=None, attention_inputs=None)  # type: ignore[arg-type]
+        return self.__dict__ | {"static": kept, "zones": (layout.inputs.sinks, layout.ring)}
+
+    def __setstate__(self, state: dict) -> None:
+        zones = state.pop("zones", None)
+        self.__dict__ |= state
+        if self.static is not None and zones is not None:
+            self._bind(self.static, *zones)
+            if self.is_static:
+                self._enter(self.static)
 
     def _start(self, empty: Pair) -> None:
         self.sinks = self.residual = empty
@@ -358,12 +380,7 @@ class EvictingStorage(LayerStorage):
             self.static = self._allocate()
         layout, ring, residual = self.static, self.residual_length + 1, self.residual[0].shape[2]
         if layout.inputs.pages is not tokens.pages:
-            layout.attention_inputs = self.static_inputs(layout.inputs.sinks, layout.ring)
-            layout.inputs = layout.attention_inputs.paged or layout.inputs
-        for tensor in layout.tensors():
-            torch._dynamo.mark_static_address(tensor)
-        if layout.inputs.handle is None:
-            give_handle(layout.inputs)
+            self._bind(layout, layout.inputs.sinks, layout.ring)
         layout.row_lengths.copy_(metadata.lengths()[:, 0, 0])
         index = (torch.arange(ring, device=self.device) - (layout.row_lengths - residual)[:, None]) % ring  # columns of the residual
         used = (index < residual)[:, None]
@@ -373,10 +390,8 @@ class EvictingStorage(LayerStorage):
         for last, x in zip(layout.ring, self.residual, strict=True):
             if residual:
                 last.copy_(torch.where(used[..., None], gather_columns(x, index), 0))
-        self.sinks, self.residual, self.borrowed = layout.inputs.sinks, layout.ring, False
         valid = F.pad(metadata.sinks, (0, self.num_sink_tokens - metadata.sinks.shape[1]))
-        region = {name: x[..., : layout.slots] for name, x in layout.records.items()}
-        fields = {name: x[..., layout.slots :] for name, x in layout.records.items()}
+        region, fields = layout.fields()
         for name, x in region.items():
             x.fill_(-1)[..., :columns] = metadata.region[name]
         for name, x in fields.items():
@@ -385,9 +400,24 @@ class EvictingStorage(LayerStorage):
         layout.columns.fill_(metadata.columns)
         for name, x in metadata.statistics.items():
             layout.statistics[name].copy_(x)
-        metadata.sinks, metadata.region, metadata.residual = layout.column_mask[:, : self.num_sink_tokens], region, fields
+        self._enter(layout)
+
+    def _enter(self, layout: StaticLayout) -> None:
+        """Makes the tensors of `layout` those of the storage and of its metadata."""
+        metadata = self.metadata
+        self.sinks, self.residual, self.borrowed = layout.inputs.sinks, layout.ring, False
+        metadata.sinks = layout.column_mask[:, : self.num_sink_tokens]
+        metadata.region, metadata.residual = layout.fields()
         metadata.row_lengths, metadata.statistics, metadata.static = layout.row_lengths, layout.statistics, True
         self.is_static, self.in_order = True, False
+
+    def _bind(self, layout: StaticLayout, sinks: Pair, ring: Pair) -> None:
+        """Rebuilds the inputs of `layout`, which hold addresses of its tensors and of the pages."""
+        layout.attention_inputs = self.static_inputs(sinks, ring)
+        layout.inputs = layout.attention_inputs.paged  # type: ignore[assignment]
+        for tensor in layout.tensors():
+            torch._dynamo.mark_static_address(tensor)
+        give_handle(layout.inputs)
 
     def static_inputs(self, sinks: Pair, ring: Pair) -> AttentionInputs:
         """The inputs of attention over all slots, those without a token too."""
@@ -404,8 +434,9 @@ class EvictingStorage(LayerStorage):
         mask = self.metadata.sinks.new_zeros(len(sinks[0]), self.num_sink_tokens + columns)
         row_lengths, seen = (torch.zeros(count, dtype=torch.int64, device=self.device) for count in (len(mask), 1))
         statistics = {name: torch.zeros_like(x) for name, x in self.metadata.statistics.items()}
-        inputs = self.static_inputs(sinks, ring)
-        return StaticLayout(inputs.paged, records, mask, row_lengths, seen, statistics, inputs)
+        layout = StaticLayout(None, records, mask, row_lengths, seen, statistics, None)  # type: ignore[arg-type]
+        self._bind(layout, sinks, ring)
+        return layout
 
     @torch.no_grad()
     def to_dynamic(self) -> None:
@@ -460,9 +491,9 @@ class EvictingStorage(LayerStorage):
     def zones(self) -> tuple[Pair, Pair]:
         return self.sinks, self.residual
 
-    def snapshot(self, row: int) -> tuple[dict[str, Tensor], dict[str, int]]:
-        tensors, _ = super().snapshot(row)
-        tensors |= {name: x[row : row + 1] for name, x in self.metadata.named_tensors()}
+    def snapshot(self, rows: slice) -> tuple[dict[str, Tensor], dict[str, int]]:
+        tensors, _ = super().snapshot(rows)
+        tensors |= {name: x[rows] for name, x in self.metadata.named_tensors()}
         return tensors, {"seen": self.seq_length, "in_order": int(self.in_order)}
 
     def form(self, tensors: dict[str, Tensor], sinks: int, columns: int, residual: int) -> dict[str, Tensor]:

@@ -185,19 +185,19 @@ class HeadPages(PagedTokens):
         twin.fields, twin._dirty = {name: x.clone() for name, x in self.fields.items()}, {}
         return twin
 
-    def _pages_of(self, row: int) -> Numbers:
-        """The pages of one row in the order of the table."""
-        return self.numbers[row][self.numbers[row] >= 0]
+    def _pages_of(self, rows: slice) -> Numbers:
+        """The pages of some rows in the order of the table."""
+        return self.numbers[rows][self.numbers[rows] >= 0]
 
-    def snapshot(self, row: int) -> dict[str, Tensor]:
+    def snapshot(self, rows: slice) -> dict[str, Tensor]:
         """`PagedTokens.snapshot`, whose columns are those of all pages, with `pages.lengths` and the fields `[1, P, PAGE]`."""
         self._flush()
-        taken = torch.from_numpy(self._pages_of(row)).to(self.index.device)
+        taken = torch.from_numpy(self._pages_of(rows)).to(self.index.device)
         fields = {f"pages.{name}": x[taken][None] for name, x in self.fields.items()}
-        return super().snapshot(row) | fields | {"pages.lengths": self.lengths[row : row + 1]}
+        return super().snapshot(rows) | fields | {"pages.lengths": self.lengths[rows]}
 
-    def _codes_of(self, row: int) -> tuple[Codes, Codes]:
-        numbers = self._pages_of(row)
+    def _codes_of(self, rows: slice) -> tuple[Codes, Codes]:
+        numbers = self._pages_of(rows)
         if not len(numbers):
             return {}, {}
         return both(lambda side: {name: x.flatten(0, 2)[None, None] for name, x in self.pool.read(side, numbers).items()}, (0, 1))
@@ -220,7 +220,7 @@ class HeadPages(PagedTokens):
 
     def _load_codes(self, codes: tuple[Codes, Codes]) -> None:
         for side, given in enumerate(codes):
-            self.pool.write_row(side, self._pages_of(0), given)
+            self.pool.write_row(side, self._pages_of(slice(None)), given)
 
     def check(self, tensors: dict[str, Tensor], seen: int) -> None:
         """Raises ValueError unless the lengths in a snapshot after `seen` tokens are those of its pages."""

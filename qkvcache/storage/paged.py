@@ -237,19 +237,19 @@ class PagedTokens:
         twin.bind()
         return twin
 
-    # The snapshot of one row.
+    # The snapshot of some rows.
 
-    def snapshot(self, row: int) -> dict[str, Tensor]:
-        """Tensors of one row, by names `key.region.<buffer>`, `key.statistics.<buffer>`, and the same with `value`: the columns of codes
-        `[1, H', T, width]`, as views where possible."""
+    def snapshot(self, rows: slice) -> dict[str, Tensor]:
+        """Tensors of some rows, by names `key.region.<buffer>`, `key.statistics.<buffer>`, and the same with `value`: the columns of codes
+        `[B, H', T, width]`, as views where possible."""
         tensors: dict[str, Tensor] = {}
-        for side, codes, statistics in zip(SIDES, self._codes_of(row), self.statistics, strict=True):
+        for side, codes, statistics in zip(SIDES, self._codes_of(rows), self.statistics, strict=True):
             tensors |= {f"{side}.region.{name}": x for name, x in codes.items()}
             if self.calibrated:
-                tensors |= {f"{side}.statistics.{name}": x[row : row + 1] for name, x in statistics.items()}
+                tensors |= {f"{side}.statistics.{name}": x[rows] for name, x in statistics.items()}
         return tensors
 
-    def _codes_of(self, row: int) -> tuple[Codes, Codes]:
+    def _codes_of(self, rows: slice) -> tuple[Codes, Codes]:
         raise NotImplementedError
 
     def form(self, columns: int) -> dict[str, Tensor]:
@@ -257,12 +257,13 @@ class PagedTokens:
         tensors: dict[str, Tensor] = {}
         for side, statistics in zip(SIDES, self.statistics, strict=True):
             tensors |= {f"{side}.statistics.{name}": x for name, x in statistics.items()}
+        rows = 1 if self.numbers.ndim == 3 else len(self.numbers)  # heads with pages of their own have as many columns together
         for of, name, dtype, heads, width, _ in self.pool.layout.planes if columns else ():
-            tensors[f"{SIDES[of]}.region.{name}"] = torch.empty(1, heads, columns, width, dtype=dtype, device="meta")
+            tensors[f"{SIDES[of]}.region.{name}"] = torch.empty(rows, heads, columns, width, dtype=dtype, device="meta")
         return tensors
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Copies the `snapshot` of a row into these, which are of one row and empty."""
+        """Copies a `snapshot` into these, which are of as many rows and empty."""
         for side, statistics in zip(SIDES, self.statistics, strict=True):
             for name, x in statistics.items():
                 x.copy_(tensors[f"{side}.statistics.{name}"])
@@ -499,14 +500,14 @@ class RowPages(PagedTokens):
             slab.data.zero_()
         self.calibrated = False
 
-    def _codes_of(self, row: int) -> tuple[Codes, Codes]:
+    def _codes_of(self, rows: slice) -> tuple[Codes, Codes]:
         if not self.length:
             return {}, {}
 
         def codes(side: int) -> Codes:
             parts = [part.codes for part in self.packed(side, self.length)]
             names = parts[0].keys() - self.statistics[side].keys()
-            return {name: join_tokens([part[name][row : row + 1] for part in parts]) for name in names}
+            return {name: join_tokens([part[name][rows] for part in parts]) for name in names}
 
         return both(codes, (0, 1))
 
@@ -514,10 +515,11 @@ class RowPages(PagedTokens):
         tokens = next(iter(codes[0].values())).shape[2]
         self.reserve(tokens)
         for side, given in enumerate(codes):
-            if self.pool.by_address:
-                self.pool.write_row(side, self.numbers[0, : -(-tokens // PAGE)], given)
-            else:
+            if not self.pool.by_address:
                 self._put(side, 0, given)
+                continue
+            for row, numbers in enumerate(self.numbers[:, : -(-tokens // PAGE)]):
+                self.pool.write_row(side, numbers, {name: x[row : row + 1] for name, x in given.items()})
         copy_index(self.pages, tokens, 0)
         self.length = tokens
 

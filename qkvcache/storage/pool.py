@@ -133,6 +133,15 @@ class Slab:
         entries = 0 if self.step is None else (self.groups - 1) * (self.step // ALIGNMENT) + 1
         self.planes_by_entry = self.layout.views(data, entries, step=ALIGNMENT) if entries else self.planes
 
+    def __getstate__(self) -> dict:
+        """Leaves out the planes, which are views of `data`: `torch.save` does not save several views of other dtypes."""
+        return {name: x for name, x in self.__dict__.items() if not name.startswith("planes")}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__ |= state
+        held = self.data if not self.on_host else zeros(len(self.data), self.data.device, True).copy_(self.data)
+        self.place(held)
+
     def __deepcopy__(self, memo: dict) -> Slab:
         return replace(self, data=zeros(len(self.data), self.data.device, self.on_host).copy_(self.data))
 

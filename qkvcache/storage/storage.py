@@ -128,16 +128,16 @@ class LayerStorage:
         inputs = self.attention_inputs()
         return dense(inputs.key), dense(inputs.value)
 
-    def snapshot(self, row: int) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Row `row`, as views where possible: tensors of one row by name, `key.sinks`, `key.residual`, the same with `value`, and those of
+    def snapshot(self, rows: slice) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """The `rows`, as views where possible: tensors by name, `key.sinks`, `key.residual`, the same with `value`, and those of
         `PagedTokens.snapshot`; and counts that do not follow from shapes. Codes are not changed."""
-        tensors = self.tokens.snapshot(row)
+        tensors = self.tokens.snapshot(rows)
         for zone, sides in zip(("sinks", "residual"), self.zones(), strict=True):
-            tensors |= {f"{side}.{zone}": x[row : row + 1] for side, x in zip(SIDES, sides, strict=True)}
+            tensors |= {f"{side}.{zone}": x[rows] for side, x in zip(SIDES, sides, strict=True)}
         return tensors, {}
 
     def check(self, tensors: dict[str, Tensor], numbers: dict[str, int], seen: int) -> None:
-        """Raises ValueError unless these are a valid snapshot, for `restore`, of a row that has seen `seen` tokens.
+        """Raises ValueError unless these are a valid snapshot, for `restore`, of rows that have seen `seen` tokens.
         Names, dtypes and shapes must be those of this storage, which is empty and on the meta device, with the
         snapshot's number of tokens in each zone."""
         columns = next((x.shape[2] for name, x in tensors.items() if name.startswith("key.region.")), 0)
@@ -226,7 +226,8 @@ class Storage(LayerStorage):
         self.bind()
 
     def __getstate__(self) -> dict:
-        return {name: x for name, x in self.__dict__.items() if name not in ("inputs", "launch")}
+        """Leaves out what holds addresses."""
+        return {name: x for name, x in self.__dict__.items() if name not in ("bound", "inputs", "launch")}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__ |= state

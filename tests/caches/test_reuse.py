@@ -1,11 +1,13 @@
 """A cache that is used again: what goes on is taken, and what cannot be meant is said."""
 
+import copy
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
-from qkvcache import CompressedCache
+from qkvcache import CompressedCache, attach
 from tests.matrix import POLICIES, covering, model
 
 KINDS = {
@@ -107,3 +109,41 @@ def test_masks_of_flex_attention_tell_padding_too():
         text = network.generate(inputs, attention_mask=mask, past_key_values=cache, prefill_chunk_size=8, **OPTIONS)
     with pytest.raises(ValueError, match="begin at position 0, and the cache has seen 35 tokens"):
         network.generate(text[:, 1:], attention_mask=torch.nn.functional.pad(mask, (0, 4), value=1), past_key_values=cache, **OPTIONS)
+
+
+def test_another_longer_prompt_is_noticed_by_its_ids():
+    """In calls that have them: `attach`, with the cache that the caller passes or gets, and `custom_generate`."""
+    network, cache = model("llama"), CompressedCache(model("llama").config, format="int8")
+    hub = {"custom_generate": str(Path(__file__).parents[2]), "trust_remote_code": True}
+    says = r"token 0 of the prompt differs from the \d+ tokens that the cache has seen: .*reset\(\)"
+    other = torch.full((1, 60), 95)
+    with attach(network, lambda config: CompressedCache(config, format="int8")):
+        first = network.generate(ids(30), return_dict_in_generate=True, **OPTIONS)
+        with pytest.raises(ValueError, match=says):
+            network.generate(other, past_key_values=first.past_key_values, **OPTIONS)
+        text = network.generate(ids(30), past_key_values=cache, **OPTIONS)
+        answer = text.clone()
+        answer[0, 31] += 1
+        with pytest.raises(ValueError, match="token 31 of"):
+            network.generate(torch.cat([answer, ids(9)], dim=1), past_key_values=cache, **OPTIONS)
+        assert cache.get_seq_length() == SEEN
+    with pytest.raises(ValueError, match=says):
+        network.generate(other, past_key_values=copy.deepcopy(cache), **hub, **OPTIONS)
+    text = network.generate(torch.cat([text, ids(5)], dim=1), past_key_values=cache, **hub, **OPTIONS)
+    cache.crop(-10)
+    assert cache.seen_ids.shape[1] == cache.get_seq_length()
+    text[0, -8:] = 7
+    network.generate(torch.cat([text, ids(3)], dim=1), past_key_values=cache, **hub, **OPTIONS)
+    cache.reset()
+    network.generate(other, past_key_values=cache, **hub, **OPTIONS)
+
+
+def test_beams_and_rows_are_not_taken_for_another_prompt():
+    network, cache = model("llama"), CompressedCache(model("llama").config, format="int8")
+    prompt = ids(30, rows=2)
+    with attach(network, lambda config: CompressedCache(config, format="int8")):
+        for options in ({"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}):
+            out = network.generate(prompt, past_key_values=cache, **OPTIONS | options)
+            cache.batch_select_indices([0])
+            network.generate(torch.cat([out[:1], ids(20)], dim=1), past_key_values=cache, **OPTIONS)
+            cache.reset()

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qkvcache import CompressedCache, PrefixStore
+from qkvcache.layers import snapshot_file
 from qkvcache.prefix import disk
 from tests.prefix.made import fill, held, model, random_ids, same
 from tests.seeds import SEED
@@ -92,6 +93,21 @@ def test_a_truncated_file_is_skipped(two, size):
     refused(*two, "truncated")
 
 
+@pytest.mark.parametrize("kind", ["fifo", "folder", "device"])
+def test_what_is_no_regular_file_is_not_opened(two, kind):
+    """A FIFO would wait for a writer, for ever, and a device may."""
+    path, first, second = two
+    path.unlink()
+    {"fifo": os.mkfifo, "folder": os.mkdir, "device": lambda path: os.symlink("/dev/zero", path)}[kind](path)
+    kept = store(path.parent)
+    with pytest.warns(UserWarning, match="no regular file"):
+        assert kept.fetch(first).kind == "miss"
+    assert kept.fetch(second).kind == "exact"
+    kept.trim(0, 0)
+    with pytest.warns(UserWarning, match="no regular file"):
+        assert kept._disk.read_page(path.name) is None
+
+
 def test_a_longer_file_is_skipped(two):
     two[0].write_bytes(two[0].read_bytes() + b"more")
     refused(*two, "truncated or damaged")
@@ -109,7 +125,7 @@ def test_a_flipped_bit_is_found(two, share):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(disk, "CHUNK", 1024)
+    monkeypatch.setattr(snapshot_file, "CHUNK", 1024)
 
 
 def test_every_part_of_a_fetch_is_checked_and_no_other(small_chunks, two):
@@ -144,7 +160,7 @@ def disk_metadata(path) -> dict[str, str]:
         (lambda tensors, data: tensors.update({"0.key.sinks": tensors["1.key.sinks"], "1.key.sinks": tensors["0.key.sinks"]}), "layer 0"),
         (lambda tensors, data: tensors.update({"9.key.sinks": tensors["1.key.sinks"].clone()}), "damaged"),
         (lambda tensors, data: tensors.pop("1.value.residual"), "layer 1: 'value.residual' is missing"),
-        (lambda tensors, data: tensors.clear(), "damaged"),
+        (lambda tensors, data: tensors.clear(), "contents of ids were changed"),
     ],
 )
 def test_a_tampered_file_is_skipped(two, change, says):
@@ -202,7 +218,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     kept = store(tmp_path)
-    monkeypatch.setattr(disk, "save_file", full)
+    monkeypatch.setattr(snapshot_file, "save_file", full)
     ids = random_ids(50)
     assert kept.store(ids, compressed(ids)) and kept.fetch(ids).source == "memory"
     assert any("No space left" in reason for reason in kept.stats.refused)

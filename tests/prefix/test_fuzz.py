@@ -19,8 +19,8 @@ from safetensors.torch import load, save
 from transformers.cache_utils import LinearAttentionLayer
 
 from qkvcache import CompressedCache, PrefixStore, policies
+from qkvcache.layers import snapshot_file
 from qkvcache.layers.snapshot import Snapshot, check, snapshot
-from qkvcache.prefix import disk
 from tests import matrix
 from tests.prefix.made import WORDS, model
 from tests.seeds import SEED
@@ -165,9 +165,9 @@ def signed(path: Path, content: bytes, chance: random.Random) -> bytes:
         for part, layer in header["parts"].items():
             own = {name.partition(".")[2]: x for name, x in tensors.items() if name.partition(".")[0] == part}
             if isinstance(layer, dict) and "sums" in layer:
-                layer["sums"] = disk._sums(Snapshot("", own))
+                layer["sums"] = snapshot_file._sums(Snapshot("", own))
     text = json.dumps(header)
-    digest = disk._digest(path, text)
+    digest = snapshot_file._digest(path.name, text)
     return save({name: x.contiguous() for name, x in tensors.items()}, data | {"header": text, "digest": digest})
 
 

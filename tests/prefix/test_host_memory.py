@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from qkvcache.layers import snapshot_file
 from qkvcache.layers.snapshot import Snapshot
 from qkvcache.prefix import PrefixStore, disk, match
 from qkvcache.prefix.entry import CacheTemplate, Entry
@@ -57,7 +58,7 @@ def cudart(monkeypatch) -> Cudart:
     made = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     monkeypatch.setattr(disk, "AHEAD", 3)
-    monkeypatch.setattr(disk, "CHUNK", 16)
+    monkeypatch.setattr(snapshot_file, "CHUNK", 16)
     return made
 
 
@@ -133,7 +134,7 @@ def test_a_block_waits_for_every_gpu_and_not_for_other_blocks(cudart, layers):
 
 def test_a_slow_layer_does_not_stop_those_that_are_read_with_it(cudart, file, layers, monkeypatch):
     """Nor does a consumer that keeps all layers."""
-    others, digests = threading.Semaphore(0), disk._sums
+    others, digests = threading.Semaphore(0), snapshot_file._sums
 
     def slow(layer: Snapshot, chunks: int | None) -> list[str]:
         found = digests(layer, chunks)
@@ -142,7 +143,7 @@ def test_a_slow_layer_does_not_stop_those_that_are_read_with_it(cudart, file, la
         others.release()
         return found
 
-    monkeypatch.setattr(disk, "_sums", slow)
+    monkeypatch.setattr(snapshot_file, "_sums", slow)
     kept = list(disk.read(file, TOKENS, Blocks()))
     assert all(torch.equal(x.tensors["keys"], y.tensors["keys"]) for x, y in zip(kept, layers, strict=True))
     assert len(cudart.locked) == LAYERS
