@@ -21,7 +21,7 @@ KINDS = {
     "preallocated": {"format": "int8", "max_length": 200},
     "compiled": {"format": "int8", "compile": True},
     "by layer": {"format": [formats.Int8(), "hadaquant_k3v2", "fp8"], "skip_layers": (-1,)},
-    "budget": {"format": "int8", "attention_budget": 64, "attention_rest": "coarse"},
+    "budget": {"format": "int8", "attention_budget": 64},
     "offloaded pages": {"format": "int8", "attention_budget": 64, "offload_pages": True},
     "evicting": {"format": "int8", "policy": POLICIES["h2o"](40)},
     "evicting_preallocated": {"format": "int8", "policy": POLICIES["h2o"](40), "max_length": 200},
