@@ -34,11 +34,13 @@ from ..layers.hybrid import EvictingHybridLayer, HybridLayer
 from ..layers.indexed import IndexedLayer
 from ..layers.static_sliding import StaticSlidingLayer
 from ..policies import Budget, KVzip, Policy, check_count
+from ..releases import CACHE_ARGUMENT, warn_if_newer
 from ..storage import check_room
 from .arguments import budget_of, in_halves, layer_indices, refuse_unknown, why_not_evict
 from .biased import BiasedKeys
 from .compress import fill, read_twice
 from .memory import Memory, measured
+from .reread import length_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -178,6 +180,7 @@ class CompressedCache(DynamicCache):
         self._biased_keys = BiasedKeys()
         attention.install()
         kernels.load_ahead()
+        warn_if_newer()
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         """Stores keys and values as transformers' Cache does. Raises ValueError for an encoder's states, which would be
@@ -440,16 +443,17 @@ class CompressedCache(DynamicCache):
         """The tokens seen, as in transformers' Cache. Raises ValueError if Whisper asks an empty cache, because it
         would replace the cache by its own."""
         length = super().get_seq_length(layer_idx)
-        if self._encoder_decoder and not torch.compiler.is_compiling() and not length:
-            caller = sys._getframe(1)  # through an EncoderDecoderCache, Whisper is the caller's caller
-            if caller.f_globals.get("__name__") == "transformers.models.whisper.modeling_whisper":
-                self._refuse_bare()
-        return length
+        if torch.compiler.is_compiling():
+            return length
+        caller = sys._getframe(1)  # through an EncoderDecoderCache, Whisper is the caller's caller
+        if self._encoder_decoder and not length and caller.f_globals.get("__name__") == "transformers.models.whisper.modeling_whisper":
+            self._refuse_bare()
+        return length_for(self, length, caller)
 
     def _refuse_bare(self) -> Never:
         raise ValueError(
             "an encoder-decoder model keeps its encoder's states apart: pass "
-            f"EncoderDecoderCache({type(self).__name__}(config, ...), DynamicCache()) as past_key_values"
+            f"EncoderDecoderCache({type(self).__name__}(config, ...), DynamicCache()) as {CACHE_ARGUMENT}"
         )
 
     def get_query_offset(self, layer_idx: int = 0):

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.cache_utils import Cache
 
+from ..releases import passing
 from .media import DIGEST, digested, placeholders, remaining, unbroken
 
 Ids = Sequence[int] | Sequence[Sequence[int]] | Tensor
@@ -66,12 +67,12 @@ def compute(model: Any, words: Tensor, inputs: Inputs, count: int, cache: Cache,
         end = min((seen // interval + 1) * interval, len(words)) if interval else len(words)
         if given is not None:
             end = unbroken(words, end, 1)
-            model.generate(**remaining(model, given, cache, end), past_key_values=cache, generation_config=step)
+            model.generate(**remaining(model, given, cache, end), **passing(cache), generation_config=step)
         else:
             positions = torch.arange(seen, end, device=ids.device)[None]  # some models count from 0 by default
             options = {"logits_to_keep": 1, "position_ids": positions.expand(len(ids), -1)}
             known = {name: x for name, x in options.items() if name in taken}
-            model(input_ids=ids[:, seen:end], past_key_values=cache, use_cache=True, **known)
+            model(input_ids=ids[:, seen:end], **passing(cache), use_cache=True, **known)
         seen = end
         yield seen
 
