@@ -46,18 +46,15 @@ class Attachment:
                 cache.activate_past_recording()
         return stock(*args, **kwargs)
 
-    def update(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The model's `_update_model_kwargs_for_generation`. Warns once if the step used a cache that transformers, or a library around the
-        model, put in place of the caller's."""
-        used = [cache for cache in outputs.values() if isinstance(cache, Cache)]
-        for cache in used:
-            # the mark of transformers for a cache that it did not make; encoder-decoder models wrap one given for self-attention
-            if not any(getattr(part, "_is_user_defined", False) for part in (cache, getattr(cache, "self_attention_cache", cache))):
-                warn_once(
-                    f"{type(self.model).__name__} leaves out the attached cache and goes on with a {type(cache).__name__}: nothing is "
-                    f"compressed. transformers is {INSTALLED}, the last release tested with qkvcache {LAST_TESTED}"
-                )
-        return getattr(type(self.model), _UPDATE)(self.model, outputs, *args, **kwargs)
+    def update(self, outputs: Any, model_kwargs: dict, *args: Any, **kwargs: Any) -> Any:
+        """The model's `_update_model_kwargs_for_generation`. Warns once if the step that gave `outputs` left out the caller's cache."""
+        used = next((value for value in outputs.values() if isinstance(value, Cache)), None)
+        if not _given(used) and (used is not None or model_kwargs.get(CACHE_ARGUMENT) is not None):
+            warn_once(
+                f"a step of {type(self.model).__name__} used {'no cache' if used is None else f'a {type(used).__name__}'} in place of the "
+                f"attached one: nothing is compressed (transformers {INSTALLED}; the last that was tested is {LAST_TESTED})"
+            )
+        return getattr(type(self.model), _UPDATE)(self.model, outputs, model_kwargs, *args, **kwargs)
 
     def _new_cache(self) -> Cache:
         config = self.model.config
@@ -129,6 +126,11 @@ def detach(model: PreTrainedModel | Pipeline) -> None:
     model = _generating(model, "detach")
     for name in _METHODS:
         model.__dict__.pop(name, None)
+
+
+def _given(cache: Any) -> bool:
+    """Whether the caller of `generate` gave the cache, or its cache for self-attention: transformers marks what it did not make itself."""
+    return any(getattr(part, "_is_user_defined", False) for part in (cache, getattr(cache, "self_attention_cache", None)))
 
 
 def _generating(model: Any, call: str) -> PreTrainedModel:
