@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import DynamicCache
 
-from qkvcache import CompressedCache, PrefixStore, TurboQuantCache, attach, demo, policies, releases
+from qkvcache import PrefixStore, TurboQuantCache, attach, demo, releases
 from qkvcache.releases import CACHE_ARGUMENT, passing
 from tests.matrix import model
 
@@ -149,32 +149,3 @@ def test_a_newer_transformers_is_named_once(monkeypatch):
         for _ in range(2):
             TurboQuantCache(model("llama").config)
     assert len(found) == 1
-
-
-# Texts that a model reads anew.
-
-LIMIT = 48
-
-
-def rereading(name):
-    """A Phi-3 or PhiMoE whose rotations change after `LIMIT` tokens."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "original_max_position_embeddings": LIMIT, "pad_token_id": 0}
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
-    rope |= {"short_mscale": 1.0, "long_mscale": 1.2, "original_max_position_embeddings": LIMIT} if name == "phimoe" else {}
-    config = transformers.AutoConfig.for_model(name, **sizes, rope_parameters=rope, bos_token_id=None, eos_token_id=None)
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
-
-
-@pytest.mark.parametrize("name", ["phi3", "phimoe"])
-@pytest.mark.parametrize("prompt", [LIMIT - 8, LIMIT + 8], ids=["during_the_answer", "prompt"])
-@pytest.mark.parametrize("options", [{}, {"max_length": 128}, {"policy": policies.KeyDiff(budget=200)}], ids=["", "max_length", "policy"])
-def test_a_text_read_anew_stays_in_the_cache(name, prompt, options):
-    network, ids = rereading(name), torch.randint(3, 100, (2, prompt))
-    more = {"max_new_tokens": 20, "do_sample": False, "disable_compile": True}
-    expected = network.generate(ids, **more, use_cache=False)
-    cache = CompressedCache(network.config, format="identity", **options)
-    out = network.generate(ids, **passing(cache), **more, return_dict_in_generate=True)
-    assert torch.equal(out.sequences, expected)
-    assert out[CACHE_ARGUMENT] is cache and cache.get_seq_length() == prompt + 20 - 1
