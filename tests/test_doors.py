@@ -134,6 +134,19 @@ def test_attach_says_that_another_cache_is_used(options, monkeypatch):
 
 
 @pytest.mark.usefixtures("_again")
+def test_attach_says_that_no_cache_is_used(monkeypatch):
+    """As in training with gradient checkpointing, before transformers 5.24."""
+    network = model("llama")
+
+    def forward(*args, **kwargs):
+        return type(network).forward(network, *args, **kwargs | passing(None) | {"use_cache": False})
+
+    monkeypatch.setattr(network, "forward", forward)
+    with attach(network, Factory()), pytest.warns(UserWarning, match="used no cache in place of the attached one"):
+        network.generate(IDS, **OPTIONS)
+
+
+@pytest.mark.usefixtures("_again")
 @pytest.mark.filterwarnings("ignore:Both `past_key_values` and `cache`")
 def test_attach_says_that_transformers_ignores_its_name(monkeypatch):
     wrong = "past_key_values" if CACHE_ARGUMENT == "cache" else "cache"

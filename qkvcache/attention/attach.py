@@ -48,8 +48,9 @@ class Attachment:
 
     def update(self, outputs: Any, model_kwargs: dict, *args: Any, **kwargs: Any) -> Any:
         """The model's `_update_model_kwargs_for_generation`. Warns once if the step that gave `outputs` left out the caller's cache."""
-        used = next((value for value in outputs.values() if isinstance(value, Cache)), None)
-        if not _given(used) and (used is not None or model_kwargs.get(CACHE_ARGUMENT) is not None):
+        used, given = next((value for value in outputs.values() if isinstance(value, Cache)), None), model_kwargs.get(CACHE_ARGUMENT)
+        # some models fill a cache and return none
+        if not _is_given(used) if used is not None else given is not None and not given.get_seq_length():
             warn_once(
                 f"a step of {type(self.model).__name__} used {'no cache' if used is None else f'a {type(used).__name__}'} in place of the "
                 f"attached one: nothing is compressed (transformers {INSTALLED}; the last that was tested is {LAST_TESTED})"
@@ -128,7 +129,7 @@ def detach(model: PreTrainedModel | Pipeline) -> None:
         model.__dict__.pop(name, None)
 
 
-def _given(cache: Any) -> bool:
+def _is_given(cache: Any) -> bool:
     """Whether the caller of `generate` gave the cache, or its cache for self-attention: transformers marks what it did not make itself."""
     return any(getattr(part, "_is_user_defined", False) for part in (cache, getattr(cache, "self_attention_cache", None)))
 
