@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from qkvcache import CompressedCache, TurboQuantCache, attach
 from qkvcache.caches.arguments import OWN_ATTENTION
 from qkvcache.layers.compressed import CompressedLayer
+from qkvcache.releases import passing
 from tests.matrix import FORMATS, MODELS, THREE, model
 from tests.reference import MODES, ZONES, assert_close, count_decoded_layers, decoded, forward, steps
 from tests.seeds import SEED
@@ -185,14 +186,14 @@ def test_positions_come_from_the_cache(name):
     caches = CompressedCache(network.config, format="identity", **ZONE), DynamicCache(config=network.config)
     for begin, end in ((0, 20), (20, 37), (37, 38), (38, 40)):
         with torch.no_grad():
-            ours, theirs = (network(ids[:, begin:end], past_key_values=cache).logits for cache in caches)
+            ours, theirs = (network(ids[:, begin:end], **passing(cache)).logits for cache in caches)
         assert_close(ours, theirs, of_model(network))
 
 
 def generate(network, cache, inputs, **options):
     torch.manual_seed(SEED)
     options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None} | options
-    return network.generate(**inputs, past_key_values=cache, **options)
+    return network.generate(**inputs, **passing(cache), **options)
 
 
 MODES_OF_GENERATE = {

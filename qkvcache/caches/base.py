@@ -1,4 +1,4 @@
-"""`CompressedCache`: a cache in any format for any model, to pass as `past_key_values`."""
+"""`CompressedCache`: a cache in any format for any model, to pass as `cache`."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ UNLIMITED = 2**30
 class CompressedCache(DynamicCache):
     """A KV cache that stores tokens compressed, attends to them while compressed, and can evict them by a policy.
 
-        model.generate(**inputs, past_key_values=CompressedCache(model.config, format="turboquant_4bit_nc"))
-        model.generate(**inputs, past_key_values=CompressedCache(model.config, format="fp8", policy=policies.KeyDiff(budget=2048)))
+        model.generate(**inputs, cache=CompressedCache(model.config, format="turboquant_4bit_nc"))
+        model.generate(**inputs, cache=CompressedCache(model.config, format="fp8", policy=policies.KeyDiff(budget=2048)))
 
     Layers with full attention are compressed, also those that hold a recurrent state beside it; sliding, linear and shared layers are
     those of transformers. Every feature of `generate` works: batches with padding, beams, several turns, deepcopy; and without a

@@ -100,7 +100,7 @@ def calibrate(
 
         calibration = calibrate(model, tokenizer, bits=3)
         calibration.save("calibrated.json")
-        model.generate(**inputs, past_key_values=CompressedCache(model.config, format="calibrated.json"))
+        model.generate(**inputs, cache=CompressedCache(model.config, format="calibrated.json"))
 
     Args:
         model: a decoder, in float32: the rounding of a model in 16 bits exceeds the cost of 4 bits.

@@ -90,7 +90,7 @@ class PrefixStore:
 
         store = PrefixStore(model, max_bytes=8 * 2**30, format="turboquant_4bit_nc", directory="prefixes")
         with store.reuse(ids) as past:
-            model.generate(ids, past_key_values=past)
+            model.generate(ids, cache=past)
 
     Args:
         model: a decoder-only model.
@@ -229,7 +229,7 @@ class PrefixStore:
 
     @contextmanager
     def reuse(self, ids: Inputs) -> Iterator[Cache]:
-        """A cache for `model.generate(ids, past_key_values=past)` that holds the stored beginning of `ids`; stores the prompt on exit.
+        """A cache for `model.generate(ids, cache=past)` that holds the stored beginning of `ids`; stores the prompt on exit.
 
         The cache belongs to the store: on exit each layer is stored and then emptied, so that only one layer is in
         memory twice. Generated tokens are cut off. If the cache cannot be cut, because it evicts or the model has
@@ -245,7 +245,7 @@ class PrefixStore:
         does not hold (`remaining`). With ids alone, a prompt is stored up to the first of them.
 
             with store.reuse(inputs) as past:
-                out = model.generate(**remaining(model, inputs, past), past_key_values=past)
+                out = model.generate(**remaining(model, inputs, past), cache=past)
                 store.store({**inputs, "input_ids": out}, past)
         """
         positions = [(module, module.rope_deltas) for module in self._positioned]
