@@ -11,6 +11,7 @@ import ast
 import functools
 import importlib
 import inspect
+import re
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -149,7 +150,7 @@ def _exception(module: ModuleType, function: str) -> str | None:
         under = {call: ast.unparse(node.test) for node in ast.walk(kind) if isinstance(node, ast.If) for call in _calls(node, function)}
         if calls and under.keys() == set(calls):
             return f"`if {under[calls[0]]}` in {kind.name}"
-        if not calls and any("past_key_value" in ast.unparse(call) for call in _calls(kind, "update")):
+        if not calls and any(re.search("cache|past_key_value", ast.unparse(call.func)) for call in _calls(kind, "update")):
             return f"not in {kind.name}"
     return None
 

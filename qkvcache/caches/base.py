@@ -1,4 +1,4 @@
-"""`CompressedCache`: a cache in any format for any model, to pass as `past_key_values`."""
+"""`CompressedCache`: a cache in any format for any model, to pass as `cache`."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ from ..layers.hybrid import EvictingHybridLayer, HybridLayer
 from ..layers.indexed import IndexedLayer
 from ..layers.static_sliding import StaticSlidingLayer
 from ..policies import Budget, KVzip, Policy, check_count
+from ..releases import CACHE_ARGUMENT, warn_if_newer
 from ..storage import check_room
 from . import convert, saving
 from .arguments import budget_of, layer_indices, refuse_unknown, why_not_evict
 from .biased import BiasedKeys
 from .compress import fill, read_twice
 from .memory import Memory, measured
+from .reread import length_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,8 +62,8 @@ UNLIMITED = 2**30
 class CompressedCache(DynamicCache):
     """A KV cache that stores tokens compressed, attends to them while compressed, and can evict them by a policy.
 
-        model.generate(**inputs, past_key_values=CompressedCache(model.config, format="turboquant_4bit_nc"))
-        model.generate(**inputs, past_key_values=CompressedCache(model.config, format="fp8", policy=policies.KeyDiff(budget=2048)))
+        model.generate(**inputs, cache=CompressedCache(model.config, format="turboquant_4bit_nc"))
+        model.generate(**inputs, cache=CompressedCache(model.config, format="fp8", policy=policies.KeyDiff(budget=2048)))
 
     Layers with full attention are compressed, also those that hold a recurrent state beside it; sliding, linear and shared layers are
     those of transformers. Every feature of `generate` works: batches with padding, beams, several turns, deepcopy; and without a
@@ -181,6 +183,7 @@ class CompressedCache(DynamicCache):
         self._biased_keys = BiasedKeys()
         attention.install()
         kernels.load_ahead()
+        warn_if_newer()
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         """Stores keys and values as transformers' Cache does. Raises ValueError for an encoder's states, which would be
@@ -501,16 +504,17 @@ class CompressedCache(DynamicCache):
         """The tokens seen, as in transformers' Cache. Raises ValueError if Whisper asks an empty cache, because it
         would replace the cache by its own."""
         length = super().get_seq_length(layer_idx)
-        if self._encoder_decoder and not torch.compiler.is_compiling() and not length:
-            caller = sys._getframe(1)  # through an EncoderDecoderCache, Whisper is the caller's caller
-            if caller.f_globals.get("__name__") == "transformers.models.whisper.modeling_whisper":
-                self._refuse_bare()
-        return length
+        if torch.compiler.is_compiling():
+            return length
+        caller = sys._getframe(1)  # through an EncoderDecoderCache, Whisper is the caller's caller
+        if self._encoder_decoder and not length and caller.f_globals.get("__name__") == "transformers.models.whisper.modeling_whisper":
+            self._refuse_bare()
+        return length_for(self, length, caller)
 
     def _refuse_bare(self) -> Never:
         raise ValueError(
             "an encoder-decoder model keeps its encoder's states apart: pass "
-            f"EncoderDecoderCache({type(self).__name__}(config, ...), DynamicCache()) as past_key_values"
+            f"EncoderDecoderCache({type(self).__name__}(config, ...), DynamicCache()) as {CACHE_ARGUMENT}"
         )
 
     def get_query_offset(self, layer_idx: int = 0):

@@ -26,6 +26,7 @@ from ..policies import KVzip
 from ..policies.budget import share_of
 from ..policies.kvzip import weigh_heads
 from ..progress import track
+from ..releases import passing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -237,7 +238,7 @@ def _forward(model: PreTrainedModel, cache: DynamicCache, ids: Tensor, mask: Ten
     """Runs the last `count` tokens of `ids` `[B, T]`; `mask` `[B, T]` is 0 for padding, if there is any."""
     positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -count:]
     given = mask if padded else None  # transformers would read it, and so wait for the device
-    model(ids[:, -count:], attention_mask=given, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(ids[:, -count:], attention_mask=given, position_ids=positions, **passing(cache), use_cache=True, logits_to_keep=1)
 
 
 def _instruction(tokenizer: Any, later: bool, device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ from packaging.version import Version
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from qkvcache import CompressedCache
+from qkvcache.releases import passing
 from tests.matrix import MODELS, model
 from tests.seeds import SEED
 
@@ -149,7 +150,7 @@ def single(network, ids: list[int], format, new: int = NEW, chunk: int | None = 
         for _ in range(new):
             for begin in range(0, len(given), chunk or len(given)):
                 part = torch.tensor([given[begin : begin + (chunk or len(given))]], device=network.device)
-                logits = network(part, past_key_values=cache).logits[0, -1]
+                logits = network(part, **passing(cache)).logits[0, -1]
             first, second = logits.topk(2).values.tolist()
             margins.append((first - second) / logits.abs().max().item())
             given = [int(logits.argmax())]

@@ -13,6 +13,7 @@ from qkvcache import CompressedCache, continuous_batching, demo
 from qkvcache.caches import arguments
 from qkvcache.formats import TurboQuant
 from qkvcache.kernels.pages import BLOCK
+from qkvcache.releases import passing
 from tests.caches.test_attention_budget import BUDGET, ZONE, read_few
 from tests.matrix import FORMATS, model, slowly
 
@@ -73,5 +74,5 @@ def test_requests_together_answer_as_generate_does():
         for max_length in (None, 532):
             cache = CompressedCache(network.config, format=format, max_length=max_length)
             given = torch.tensor([one])
-            alone = network.generate(given, attention_mask=given >= 0, generation_config=greedy(), past_key_values=cache)
+            alone = network.generate(given, attention_mask=given >= 0, generation_config=greedy(), **passing(cache))
             assert alone[0, len(one) :].tolist() == output.generated_tokens

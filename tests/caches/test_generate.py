@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, NVFP4Cache, TurboQuantCache, attach, detach
+from qkvcache.releases import passing
 from tests.matrix import CACHES, covering, model, slowly
 from tests.reference import NEW, ZONES, assert_close, decoded, prompt, run
 from tests.seeds import SEED
@@ -107,13 +108,13 @@ def test_inputs_embeds():
 def prefilled(cache, rows: int = 1):
     network = model("llama")
     with torch.no_grad():
-        network(prompt(rows)["input_ids"], past_key_values=cache)
+        network(prompt(rows)["input_ids"], **passing(cache))
     return cache
 
 
 def step(cache, token: int = 7):
     with torch.no_grad():
-        return model("llama")(torch.full((cache.layers[0].rows, 1), token), past_key_values=cache).logits[:, -1]
+        return model("llama")(torch.full((cache.layers[0].rows, 1), token), **passing(cache)).logits[:, -1]
 
 
 def turboquant(**options):
@@ -179,7 +180,7 @@ def test_output_attentions_under_eager():
     inputs = prompt()
     dense, ours = (
         network.generate(
-            **inputs, past_key_values=cache, max_new_tokens=4, do_sample=False, output_attentions=True, return_dict_in_generate=True
+            **inputs, **passing(cache), max_new_tokens=4, do_sample=False, output_attentions=True, return_dict_in_generate=True
         )
         for cache in (DynamicCache(config=network.config), exact(network))
     )
@@ -193,9 +194,9 @@ def test_gradients_are_harmless():
     ids = prompt()["input_ids"]
     graded, plain = turboquant(), turboquant()
     for begin, end in ((0, 30), (30, 38), (38, 39)):
-        with_grad = network(ids[:, begin:end], past_key_values=graded).logits
+        with_grad = network(ids[:, begin:end], **passing(graded)).logits
         with torch.no_grad():
-            without = network(ids[:, begin:end], past_key_values=plain).logits
+            without = network(ids[:, begin:end], **passing(plain)).logits
         assert with_grad.requires_grad
         assert_close(with_grad.detach(), without, of_model(network))
     with_grad.sum().backward()

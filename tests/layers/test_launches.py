@@ -21,6 +21,7 @@ from qkvcache.kernels.tables import tables
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.policies import H2O, AdaKV, KeyDiff, Policy
+from qkvcache.releases import passing
 from qkvcache.storage import GROUP
 from tests.launches import counted
 from tests.matrix import FORMATS as REGISTRY
@@ -204,9 +205,9 @@ def test_a_step_of_one_token_enters_twelve_files(monkeypatch):
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
     network, ids, entered = model("llama"), torch.randint(3, 100, (1, 200)), []
     cache = CompressedCache(network.config, format="turboquant_4bit_nc")
-    network(ids, past_key_values=cache)
+    network(ids, **passing(cache))
     monkeypatch.setattr(GridExecutor, "__call__", lambda kernel, *args, **kwargs: None)
-    network(ids[:, :1], past_key_values=cache)
+    network(ids[:, :1], **passing(cache))
     package = str(Path(qkvcache.__file__).parent)
 
     def enter(frame: FrameType, event: str, argument: object) -> None:
@@ -215,7 +216,7 @@ def test_a_step_of_one_token_enters_twelve_files(monkeypatch):
 
     sys.settrace(enter)
     try:
-        network(ids[:, :1], past_key_values=cache)
+        network(ids[:, :1], **passing(cache))
     finally:
         sys.settrace(None)
     assert list(dict.fromkeys(entered)) == FILES
