@@ -38,20 +38,20 @@ def paged_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    cache: Any = None,
+    store: PageStore | None = None,
+    layer: int = 0,
     block_table: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of the queries `[1, Hq, T, D]` of a batch; keys and values `[1, H, T, D]`. Returns `[1, T, Hq, D]`.
+    `store` and `layer` come from `CompressedPagedCache.update`.
 
     Raises RuntimeError for a forward pass that does not come from continuous batching.
     """
-    store: PageStore | None = getattr(cache, "store", None)
     if store is None:
         raise RuntimeError(
             "the model serves requests from compressed pages: call it after the manager has stopped, or leave `continuous_batching` before"
         )
-    layer: int = module.layer_idx  # type: ignore[assignment]
     step = store.step_of(layer, block_table, query.shape[2])
     options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
     if step.rows is not None and step.rows.at is None:

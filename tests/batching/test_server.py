@@ -8,19 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from transformers import ContinuousBatchingConfig
 from typer.testing import CliRunner
 
 from qkvcache import CompressedCache, demo, models
 from qkvcache.batching import continuous_batching
 from qkvcache.cli import app
+from tests.releases import BATCHING
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
-if Version(transformers.__version__) < Version("5.19"):
-    pytest.skip("transformers has no page allocators", allow_module_level=True)
+if not BATCHING:
+    pytest.skip("continuous batching needs transformers 5.24", allow_module_level=True)
 
 from qkvcache.batching import server as serving  # noqa: E402
 from tests.batching.requests import PATIENCE, listening, until  # noqa: E402
@@ -145,7 +144,7 @@ def test_requests_for_another_model_are_refused(server):
 
 
 def test_the_served_model_is_listed(server, folder):
-    assert [model.id for model in client(server).models.list()] == [folder]
+    assert [(model.id, model.status["value"]) for model in client(server).models.list()] == [(folder, "loaded")]
 
 
 def test_a_reset_server_serves_compressed_pages_again(server, folder):
