@@ -74,7 +74,7 @@ def expected(path: str, prompts: list[str]) -> dict[str, list[str]]:
     for prompt in prompts:
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
         cache = CompressedCache(model.config, **CACHE)
-        out = model.float().generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy, past_key_values=cache)
+        out = model.float().generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy, cache=cache)
         answer = out[0, ids.shape[1] :]
         found[prompt] = [tokenizer.decode(answer[:count], skip_special_tokens=True) for count in range(max(NEW) + 1)]
     return found

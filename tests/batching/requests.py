@@ -148,7 +148,7 @@ def single(network, ids: list[int], format, new: int = NEW, chunk: int | None = 
         for _ in range(new):
             for begin in range(0, len(given), chunk or len(given)):
                 part = torch.tensor([given[begin : begin + (chunk or len(given))]], device=network.device)
-                logits = network(part, past_key_values=cache).logits[0, -1]
+                logits = network(part, cache=cache).logits[0, -1]
             first, second = logits.topk(2).values.tolist()
             margins.append((first - second) / logits.abs().max().item())
             given = [int(logits.argmax())]

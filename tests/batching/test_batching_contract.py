@@ -29,6 +29,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from qkvcache.batching import transformers_adapter as adapter
 
+from .requests import answers, greedy, pool, prompts, serving
+
 pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")]
 manager, processor = continuous_api.ContinuousBatchingManager, continuous_api.ContinuousBatchProcessor
 ATTRIBUTES = {
@@ -174,8 +176,6 @@ def test_models_are_served_or_refused(name):
             continuous_batching(network)
         assert "init_continuous_batching" not in network.__dict__
         return
-    from .requests import answers, prompts, serving
-
     with continuous_batching(network, "int8", residual_length=4), serving(network, new=4, max_batch_tokens=40) as manager:
         assert [len(tokens) for tokens in answers(manager, prompts(70, 3))] == [4, 4]
     assert network.config._attn_implementation != "qkvcache_pages"
@@ -197,6 +197,15 @@ def test_models_that_are_refused(config, says):
         check_config(config())
 
 
+def test_a_layer_that_stores_nothing_ends_the_batch(monkeypatch):
+    """Its answers would be those of the new tokens alone."""
+    network = model("llama")
+    monkeypatch.setattr(network.model.layers[1].self_attn, "forward", lambda hidden_states, **_: (hidden_states, None))
+    with continuous_batching(network, "identity"):
+        (output,) = network.generate_batch(prompts(20), generation_config=greedy(4), continuous_batching_config=pool()).values()
+    assert re.search(r"LlamaForCausalLM: layers \[1\] stored nothing", output.error)
+
+
 def test_arguments_are_refused_where_they_are_given(tmp_path):
     network = model("llama")
     for error, options in (
@@ -216,17 +225,12 @@ def test_arguments_are_refused_where_they_are_given(tmp_path):
     with continuous_batching(network), pytest.raises(ValueError, match="already"):
         continuous_batching(network)
     assert "init_continuous_batching" not in network.__dict__
-    with continuous_batching(network, "int8"):
-        from .requests import pool
-
-        with pytest.raises(ValueError, match="page_size=100"):
-            network.init_continuous_batching(continuous_batching_config=pool(page_size=100)).warmup()
+    with continuous_batching(network, "int8"), pytest.raises(ValueError, match="page_size=100"):
+        network.init_continuous_batching(continuous_batching_config=pool(page_size=100)).warmup()
     assert network.config._attn_implementation == "sdpa"
 
 
 def test_statistics_are_kept_and_fit_one_model_and_format(tmp_path):
-    from .requests import answers, prompts, serving
-
     network, ids, path = model("llama"), prompts(30, 20), tmp_path / "statistics.safetensors"
     with continuous_batching(network, "int8", residual_length=0) as batching, serving(network, new=4) as manager:
         with pytest.raises(ValueError, match="no statistics yet"):

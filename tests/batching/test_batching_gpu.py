@@ -33,7 +33,7 @@ def steps(net, ids: list[int], format: str, new: int) -> tuple[list[int], list[f
     given, tokens, margins = torch.tensor([ids], device="cuda"), [], []
     with torch.no_grad():
         for _ in range(new):
-            logits = net(given, past_key_values=cache).logits[0, -1].float()
+            logits = net(given, cache=cache).logits[0, -1].float()
             first, second = logits.topk(2).values.tolist()
             margins.append((first - second) / logits.abs().max().item() / 20)  # fp16 rounds more
             given = logits.argmax().view(1, 1)
