@@ -28,10 +28,9 @@ test-processors: $(VENV)/installed
 	MKL_ENABLE_INSTRUCTIONS=SSE4_2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 OMP_WAIT_POLICY=passive \
 	QKVCACHE_TEST_SEED=1 QKVCACHE_TEST_THREADS=2 $(BIN)/pytest -n auto --dist worksteal -m "sums and not slow"
 
-# The promises that transformers makes us, on the oldest release that we support, and on the oldest with continuous batching.
-test-oldest: $(VENV)-oldest/installed $(VENV)-batching/installed
+# The promises that transformers makes us, on the oldest release that we support.
+test-oldest: $(VENV)-oldest/installed
 	$(VENV)-oldest/bin/pytest -n auto --dist worksteal -m contract
-	$(VENV)-batching/bin/pytest -n auto --dist worksteal -m contract tests/batching
 
 # Every family of transformers as a tiny model: no feature of a cache works on fewer of them than the rows say.
 families: $(VENV)/installed
@@ -109,10 +108,5 @@ $(VENV)-oldest/installed: pyproject.toml constraints-oldest.txt
 	$(VENV)-oldest/bin/pip install --quiet --constraint constraints-oldest.txt --editable '.[dev]'
 	touch $@
 
-$(VENV)-batching/installed: pyproject.toml constraints-batching.txt
-	$(PYTHON) -m venv $(VENV)-batching
-	$(VENV)-batching/bin/pip install --quiet --constraint constraints-batching.txt --editable '.[dev]'
-	touch $@
-
 clean:
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-batching build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-oldest build *.egg-info .pytest_cache .mypy_cache .ruff_cache

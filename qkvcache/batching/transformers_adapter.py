@@ -27,12 +27,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..formats import Format
-from ..kernels import AttentionBudget, Pair
+from ..kernels import AttentionBudget
 from ..kernels.attend_chunked import CHUNK_BYTES
 from ..prefix import PrefixStore
 from ..prefix.pages import StoredPages
 from ..releases import LAST_TESTED, warn_if_newer
-from .attention import NAME, paged_attention
+from .attention import NAME, NewKV, paged_attention
 from .layout import PAGE_ALIGNMENT, BlockLayout
 from .metrics import Metrics
 from .requests import ASKED, Asked, StopStrings, check_prompt
@@ -349,11 +349,21 @@ class CompressedPagedCache(PagedAttentionCache):
 
     # A forward pass. Models call `update`; attention reads the past before it writes the new tokens (`attention.py`).
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]) -> Pair:
-        """Passes the pages of a layer to attention, in its keywords, as transformers does for a block table. Returns keys and values
-        `[1, H, T, D]` as they are. Compiled layers trace it, and share their code because it does not read the index."""
-        kwargs["store"], kwargs["layer"] = self.store, layer_idx
-        return key_states, value_states
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any] | None = None
+    ) -> tuple[NewKV, NewKV]:
+        """Returns what attention takes in place of keys and values `[1, H, T, D]`. It needs no `kwargs`, which some models do not pass."""
+        place = (self.store, layer_idx)
+        return NewKV(place, key_states), NewKV(place, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: each request has a length of its own, and the model gets the positions of all tokens."""
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the model reads {name!r} of its cache, which paged caches do not have: leave `continuous_batching`, and call generate"
+        )
 
     # transformers asks for the indices of each request; `BatchInputs` prepares all requests at once.
 

@@ -25,7 +25,8 @@ def steps(patch: pytest.MonkeyPatch, format: str, ids: list[list[int]], **option
     patch.setenv("QKVCACHE_KERNELS", "triton")
     real, varlen, found = attention.paged_attention, attention.varlen_attention, []
 
-    def watched(module, query, *args, store, layer, block_table=None, **kwargs):
+    def watched(module, query, key, *args, block_table=None, **kwargs):
+        store, layer = key.place
         step = store.step_of(layer, block_table, query.shape[2])
         with counted(patch) as launches:
 
@@ -34,7 +35,7 @@ def steps(patch: pytest.MonkeyPatch, format: str, ids: list[list[int]], **option
                     return varlen(*args, **kwargs)
 
             patch.setattr(attention, "varlen_attention", one)
-            out = real(module, query, *args, store=store, layer=layer, block_table=block_table, **kwargs)
+            out = real(module, query, key, *args, block_table=block_table, **kwargs)
         if step.chunks and layer == 1:
             pasts = [past for chunks in step.chunks for past in chunks.batch.past.tolist()]
             found.append((sum(not past for past in pasts), sum(past > 0 for past in pasts), launches.names))
