@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
 
 from qkvcache import continuous_batching, formats
@@ -29,7 +32,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from qkvcache.batching import transformers_adapter as adapter
 
-from .requests import answers, greedy, pool, prompts, serving
+from .requests import ZONES, answers, assert_same, greedy, pool, prompts, serving, single
 
 pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")]
 manager, processor = continuous_api.ContinuousBatchingManager, continuous_api.ContinuousBatchProcessor
@@ -185,6 +188,7 @@ def test_models_are_served_or_refused(name):
     ("config", "says"),
     [
         (transformers.FalconConfig, "falcon computes attention itself"),
+        (transformers.DiffLlamaConfig, "diffllama computes with keys or values"),
         (transformers.Llama4TextConfig, "has chunked_attention layers: .* no allocator"),
         (transformers.BambaConfig, "has linear_attention layers: .* no allocator"),
         (transformers.FalconH1Config, "has hybrid layers: .* no allocator .* attention alone"),
@@ -204,6 +208,27 @@ def test_a_layer_that_stores_nothing_ends_the_batch(monkeypatch):
     with continuous_batching(network, "identity"):
         (output,) = network.generate_batch(prompts(20), generation_config=greedy(4), continuous_batching_config=pool()).values()
     assert re.search(r"LlamaForCausalLM: layers \[1\] stored nothing", output.error)
+
+
+@pytest.mark.parametrize("config", [transformers.GPTNeoXConfig, functools.partial(transformers.BertConfig, is_decoder=True)])
+def test_models_that_transformers_pages_do_not_fit(config):
+    """Those that pass no keywords to `update`, and those that ask the cache for its length."""
+    network = transformers.AutoModelForCausalLM.from_config(
+        config(vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, initializer_range=0.2)
+    ).eval()
+    with continuous_batching(network, "identity", **ZONES), serving(network, new=4) as manager:
+        got = answers(manager, prompts(70, 9))
+    for one, tokens in zip(prompts(70, 9), got, strict=True):
+        assert_same(tokens, single(network, one, None, new=4, cache=transformers.DynamicCache()))
+
+
+@pytest.mark.parametrize("change", [lambda x: x.transpose(1, 2), lambda x: torch.cat([x, x], dim=1), lambda x: x.repeat(1, 2, 1, 1)])
+def test_a_model_that_changes_its_keys_is_refused(change):
+    """Pages would hold others than those it attends to."""
+    key, _ = adapter.CompressedPagedCache.update(SimpleNamespace(store=None), *torch.zeros(2, 1, 2, 3, 8), 0)
+    assert key.shape == (1, 2, 3, 8)
+    with pytest.raises(NotImplementedError, match="after it passed them to the cache"):
+        change(key)
 
 
 def test_arguments_are_refused_where_they_are_given(tmp_path):
