@@ -9,17 +9,16 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from qkvcache import CompressedCache
 from qkvcache.releases import passing
 from tests.matrix import MODELS, model
+from tests.releases import BATCHING
 from tests.seeds import SEED
 
-if Version(transformers.__version__) < Version("5.19"):
-    pytest.skip("continuous batching needs transformers 5.19", allow_module_level=True)
+if not BATCHING:
+    pytest.skip("continuous batching needs transformers 5.24", allow_module_level=True)
 
 from qkvcache.batching import attention, store, transformers_adapter  # noqa: E402, F401
 
