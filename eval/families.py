@@ -47,6 +47,7 @@ from qkvcache.attention.compressed_kv import CompressedKV
 from qkvcache.caches.memory import measured
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.progress import track
+from qkvcache.releases import CACHE_ARGUMENT
 
 PACKAGE = str(Path(qkvcache.__file__).parent)
 ROOM, BUDGET = 64, 16
@@ -95,7 +96,7 @@ def prefix(of: Family, cache: Callable[..., Cache], cut: int = 0) -> tuple[Tenso
     want = of.generate(text, of.dynamic(), of.forced)
     if cache == of.dynamic:
         past = cache()
-        of.model(head, past_key_values=past)
+        of.model(head, **{CACHE_ARGUMENT: past})
         past.crop(-cut) if cut else None
         return of.generate(text, past, of.forced), want
     store = PrefixStore(of.model, max_bytes=2**24, format="identity", min_match_tokens=8, checkpoint_interval=8, **EXACT)

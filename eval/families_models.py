@@ -21,12 +21,16 @@ from transformers.cache_utils import Cache
 from transformers.models.auto import modeling_auto as auto
 
 from qkvcache import CompressedCache
+from qkvcache.releases import CACHE_ARGUMENT
 
 CAUSAL = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 OTHERS = {
+    "apertus1p5": "Apertus1p5ForConditionalGeneration",
     "aria": "AriaForConditionalGeneration",
     "glm4v": "Glm4vForConditionalGeneration",
     "glm5_next": "Glm5NextForConditionalGeneration",
+    "hy_v4_vl": "HYV4VLForConditionalGeneration",
+    "inkling2_loop": "Inkling2LoopForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
     "kimi_k25": "Kimi_K25ForConditionalGeneration",
     "lfm2_vl": "Lfm2VlForConditionalGeneration",
@@ -34,6 +38,7 @@ OTHERS = {
     "minimax_m3_vl": "MiniMaxM3SparseForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "mistral4": "Mistral4ForCausalLM",
+    "omniasr": "OmniASRForConditionalGeneration",
     "paligemma": "PaliGemmaForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
@@ -90,25 +95,38 @@ IDS = {"bos_token_id": 1, "pad_token_id": 0, "eos_token_id": 2, "decoder_start_t
 MIXED = ["sliding_attention", "full_attention"]
 CHUNKED = ["chunked_attention", "full_attention"]
 INKLING = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "sliding_window_size": 16}
+INKLING |= {"unpadded_vocab_size": VOCABULARY}
+DOTS_SLIDING = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 32, "swa_kv_lora_rank": 64}
+DOTS_SLIDING |= {"swa_head_dim": 32, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16}
+LOOP = {"loop_layer_index_start": 2, "loop_layer_index_end": 4, "n_layers_per_attn_res_block": 2}
 QSA = tuple(f"indexer_{name}" for name in ("n_heads", "kv_heads", "head_dim", "budget", "compress_ratio"))
 SPARSE = ["full_attention", "minimax_m3_sparse"]
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 QUIRKS: dict[str, dict[str, Any]] = {
+    "apertus1p5": {"image_token_id": 90, "audio_token_id": 91, "image_token_offset": 100, "audio_token_offset": 132},
+    "apertus1p5_vision_tokenizer": {"codebook_size": 32, "base_channels": 32},
+    "wavtokenizer_encoder": {"codebook_size": 32, "codebook_dim": 64},
     "bailing_hybrid": {"num_expert_group": 1},
     "bamba": {"attn_layer_indices": [1], "mamba_d_head": 16},
     "cohere_compass_text": {"rope_parameters": {"full_attention": MROPE["rope_parameters"]}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "layer_types": MIXED},
-    "dots3_note_text": {"head_dim": 32, "per_layer_config": {}},
+    "dory": {"n_input_layers": 2, "n_output_layers": 2, "layer_types": MIXED * 3},
+    "dots3_note_text": {"head_dim": 32} | DOTS_SLIDING,
+    "dots3_note_vision_encoder": {"adapter_in_dim": 64, "adapter_out_dim": 64},
+    "dots3_note_audio_encoder": {"adapter_out_dim": 64},
     "falcon_h1": {"mamba_d_head": 16},
     "glm4v_text": MROPE,
     "glm5_next_text": {"qk_rope_head_dim": 0, "index_kpool": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16},
+    "hy_v4_vl_text": {"rope_parameters": MROPE["rope_parameters"]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_d_head": 16},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "hrm_text": {"H_cycles": 1, "L_cycles": 1, "L_bp_cycles": [1]},
+    "inkling2_loop_text": INKLING | LOOP | {"layer_types": ["hybrid_sliding", "hybrid"] * 3},
     "inkling2_text": INKLING,
+    "inkling2_vision": {"text_hidden_size": 64},
     "inkling_text": INKLING,
     "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": None},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -227,7 +245,7 @@ class Family:
         """The logits of each step `[B, T, V]` with forced tokens, else the tokens that were generated `[B, T]`."""
         special = {"pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 1, "eos_token_id": None}
         config = GenerationConfig(max_new_tokens=STEPS, do_sample=False, disable_compile=True, **special, **options)
-        given = self.inputs(ids) | {"past_key_values": cache, "generation_config": config}
+        given = self.inputs(ids) | {CACHE_ARGUMENT: cache, "generation_config": config}
         if forced is None:
             return self.model.generate(**given)[:, -STEPS:]
         self.model.generate(**given, logits_processor=[chosen := Forced(forced)])

@@ -156,7 +156,7 @@ def test_a_class_without_the_method_is_dequantized(deepseek, monkeypatch):
     attention.uninstall()
     attention.install()
     assert not latents._stock
-    monkeypatch.setattr("qkvcache.attention.latents._modeling_classes", lambda config: [nn.Linear])
+    monkeypatch.setattr("qkvcache.attention.latents.code_of", lambda config: None)
     cache = CompressedCache(deepseek.config, format="identity", **ZONES["zones"])
     expected = list(steps(deepseek, DynamicCache(config=deepseek.config), MODES["padded"]))
     with pytest.warns(UserWarning, match="dequantizes the whole layer"), count_decoded_layers() as dense:

@@ -118,7 +118,7 @@ def test_the_end_of_padding(implementation, hidden, end):
     """Columns hidden from a row; of 12, the last four are of new tokens."""
     columns = torch.stack([(torch.arange(T) >= begin) & (torch.arange(T) < end) for begin, end in hidden])
     given = ~columns if "flash" in implementation else ~columns[:, None, None] & torch.ones(Q, T, dtype=torch.bool).tril(T - Q)
-    fits, found, shown_from = padding_columns(given, *visible(implementation, given, B, Q, T, CPU, {}), Q, T)
+    fits, found, shown_from = padding_columns(None, given, *visible(implementation, given, B, Q, T, CPU, {}), Q, T)
     assert fits and torch.equal(found, columns) and shown_from == end
 
 
