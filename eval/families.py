@@ -33,7 +33,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from families_models import CAUSAL, EXACT, OTHERS, PROMPT, STEPS, Family
+from families_models import CAUSAL, EXACT, OTHERS, PROMPT, STEPS, Family, by_hand
 from families_tables import ABSENT, ERROR, FORMATS, NOTHING, REFUSED, THEIRS, WORKS, table, worse
 from harness import RESULTS, read_rows, replace_rows
 from torch import Tensor
@@ -238,9 +238,20 @@ def evicting(of: Family, padding: bool) -> tuple[str, str | None]:
     return WORKS, None
 
 
+def routed(of: Family, name: str) -> tuple[str, str | None]:
+    """With `attn_implementation="qkvcache"` logits are those of the model's own, with DynamicCache and with compressed layers."""
+
+    def logits(cache: str) -> tuple[Tensor, Tensor]:
+        other = Family(name, "qkvcache")
+        return other.generate(of.ids, getattr(other, cache)(), of.forced), of.base
+
+    wrong = attempt(lambda: logits("dynamic")) or attempt(lambda: logits("cache"))
+    return WORKS if wrong is None else REFUSED if wrong.startswith(REFUSED) else ERROR, wrong
+
+
 def cells(name: str) -> dict[str, Any]:
     """The cells of a family and, in `said`, why they are not `=`; `absent`: why transformers does not run it."""
-    row: dict[str, Any] = {"family": name, "said": {}}
+    row: dict[str, Any] = {"family": name, "by hand": by_hand(name), "said": {}}
     try:
         of = Family(name)
         of.base  # noqa: B018
@@ -260,6 +271,7 @@ def cells(name: str) -> dict[str, Any]:
     for feature, format in FORMATS.items():
         how, said, row[f"bytes, {feature}"] = compressed(of, format)
         put(feature, how, said)
+    put("route", *routed(of, name))
     put("eviction", *evicting(of, row["padded"] == WORKS))
     theirs = None if of.encodes else attempt(lambda: batching(of, of.dynamic))
     put("their batching", ABSENT if of.encodes else THEIRS if theirs else WORKS, theirs)

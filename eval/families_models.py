@@ -74,12 +74,12 @@ SIZES: dict[str, Any] = {
         (4, "moe_num_experts linear_num_value_heads linear_num_heads linear_num_key_heads"),
         (8, "mamba_n_heads mamba_num_heads mamba_headdim mamba_d_head mamba_head_dim"),
         (14, "patch_size"),
-        (16, "head_dim d_kv d_head dim_head global_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim rotary_dim"),
+        (16, "head_dim d_kv d_head dim_head qk_rope_head_dim qk_nope_head_dim v_head_dim rotary_dim"),
         (16, "linear_key_head_dim linear_value_head_dim linear_head_dim index_head_dim index_n_heads index_topk"),
         (16, "mamba_d_state ssm_state_size state_size mamba_chunk_size chunk_size mamba_dt_rank"),
         (16, "sliding_window attention_chunk_size attention_window_size local_attention"),
         (28, "image_size"),
-        (32, "qk_head_dim kv_lora_rank q_lora_rank o_lora_rank hidden_size_per_layer_input"),
+        (32, "global_head_dim qk_head_dim kv_lora_rank q_lora_rank o_lora_rank hidden_size_per_layer_input"),
         (64, "hidden_size d_model n_embd emb_dim word_embed_proj_dim lru_width embedding_dim intermediate_size"),
         (64, "ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff d_inner n_inner dim_ff dff ffn_hidden_size"),
         (64, "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size"),
@@ -89,8 +89,7 @@ SIZES: dict[str, Any] = {
     )
     for name in names.split()
 }
-SIZES |= {"is_decoder": True, "num_kv_shared_layers": 0}
-SIZES |= dict.fromkeys(("initializer_range", "init_std", "initializer_factor"), 0.2)  # attention far from uniform
+SIZES |= {"is_decoder": True} | dict.fromkeys(("initializer_range", "init_std", "initializer_factor"), 0.2)  # attention far from uniform
 IDS = {"bos_token_id": 1, "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1}
 MIXED = ["sliding_attention", "full_attention"]
 CHUNKED = ["chunked_attention", "full_attention"]
@@ -155,7 +154,7 @@ QUIRKS: dict[str, dict[str, Any]] = {
 
 
 def shrunk(default: PreTrainedConfig, quirks: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of a small config: one layer of each kind, two at least."""
+    """The keywords of a small config: one layer of each kind, two at least; where layers share keys, each kind twice."""
     given = {name: value for name, value in vars(default).items() if not name.startswith("_")}
     count = given.get("num_hidden_layers")
     lists = {name: x for name, x in given.items() if isinstance(x, list | tuple) and name not in quirks}
@@ -163,7 +162,11 @@ def shrunk(default: PreTrainedConfig, quirks: dict[str, Any]) -> dict[str, Any]:
     kinds = {str(kind): index for index, kind in reversed(list(enumerate(zip(*by_layer.values(), strict=True))))}
     picked = sorted(kinds.values())
     picked = (picked * 2)[: max(2, len(picked))]
+    if shared := given.get("num_kv_shared_layers"):  # as many layers more
+        picked *= 2
     small = {name: value for name, value in (SIZES | IDS).items() if given.get(name) is not None}
+    if shared:
+        small["num_kv_shared_layers"] = len(picked) // 2
     for name, values in by_layer.items():
         small[name] = [small.get(name, values[index]) for index in picked]
     for name in default.sub_configs:
@@ -177,13 +180,24 @@ def shrunk(default: PreTrainedConfig, quirks: dict[str, Any]) -> dict[str, Any]:
     return small
 
 
-def build(family: str) -> PreTrainedModel:
-    """The tiny model of a family, in inference mode, always with the same weights."""
+def by_hand(family: str) -> list[str]:
+    """The attributes of a family's config that are set here and differ from the released ones in more than size."""
+    default = CONFIG_MAPPING[family.split()[0]]()
+    parts = [getattr(default, name, None) for name in default.sub_configs]
+    names = {family: QUIRKS.get(family, {})} | {part.model_type: QUIRKS.get(part.model_type, {}) for part in parts if part is not None}
+    return sorted({name for quirks in names.values() for name in quirks})
+
+
+def build(family: str, attention: str | None = None) -> PreTrainedModel:
+    """The tiny model of a family, in inference mode, always with the same weights. `attention`: its `attn_implementation`; None: the one
+    that transformers chooses."""
     kind = CONFIG_MAPPING[family.split()[0]]
     config = kind(**shrunk(kind(), QUIRKS.get(family, {})))
     model = getattr(transformers, (CAUSAL | OTHERS)[family])
+    config = config if isinstance(config, model.config_class) else config.get_text_config()
+    config._attn_implementation = attention
     torch.manual_seed(0)
-    return model(config if isinstance(config, model.config_class) else config.get_text_config()).eval()
+    return model(config).eval()
 
 
 class Forced(LogitsProcessor):
@@ -202,8 +216,8 @@ class Forced(LogitsProcessor):
 class Family:
     """One tiny model, the prompts that it reads, and what DynamicCache makes of them."""
 
-    def __init__(self, name: str):
-        self.model = build(name)
+    def __init__(self, name: str, attention: str | None = None):
+        self.model = build(name, attention)
         self.encodes = self.model.config.is_encoder_decoder
         self.config = self.model.config.get_text_config(decoder=True)
         draw = torch.Generator().manual_seed(0)
