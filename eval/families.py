@@ -43,11 +43,12 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import qkvcache
 from qkvcache import CompressedCache, H2OCache, PrefixStore, SinkCache, continuous_batching
+from qkvcache.attention import install
 from qkvcache.attention.compressed_kv import CompressedKV
 from qkvcache.caches.memory import measured
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.progress import track
-from qkvcache.releases import CACHE_ARGUMENT
+from qkvcache.releases import passing
 
 PACKAGE = str(Path(qkvcache.__file__).parent)
 ROOM, BUDGET = 64, 16
@@ -96,7 +97,7 @@ def prefix(of: Family, cache: Callable[..., Cache], cut: int = 0) -> tuple[Tenso
     want = of.generate(text, of.dynamic(), of.forced)
     if cache == of.dynamic:
         past = cache()
-        of.model(head, **{CACHE_ARGUMENT: past})
+        of.model(head, **passing(past))
         past.crop(-cut) if cut else None
         return of.generate(text, past, of.forced), want
     store = PrefixStore(of.model, max_bytes=2**24, format="identity", min_match_tokens=8, checkpoint_interval=8, **EXACT)
@@ -242,6 +243,7 @@ def routed(of: Family, name: str) -> tuple[str, str | None]:
     """With `attn_implementation="qkvcache"` logits are those of the model's own, with DynamicCache and with compressed layers."""
 
     def logits(cache: str) -> tuple[Tensor, Tensor]:
+        install()
         other = Family(name, "qkvcache")
         return other.generate(of.ids, getattr(other, cache)(), of.forced), of.base
 

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from transformers.models.auto import modeling_auto as auto
 
 from qkvcache import CompressedCache
-from qkvcache.releases import CACHE_ARGUMENT
+from qkvcache.releases import passing
 
 CAUSAL = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 OTHERS = {
@@ -259,7 +259,7 @@ class Family:
         """The logits of each step `[B, T, V]` with forced tokens, else the tokens that were generated `[B, T]`."""
         special = {"pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 1, "eos_token_id": None}
         config = GenerationConfig(max_new_tokens=STEPS, do_sample=False, disable_compile=True, **special, **options)
-        given = self.inputs(ids) | {CACHE_ARGUMENT: cache, "generation_config": config}
+        given = self.inputs(ids) | passing(cache) | {"generation_config": config}
         if forced is None:
             return self.model.generate(**given)[:, -STEPS:]
         self.model.generate(**given, logits_processor=[chosen := Forced(forced)])

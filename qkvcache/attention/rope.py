@@ -141,7 +141,7 @@ def _exception(module: ModuleType, function: str) -> str | None:
         under = {call: ast.unparse(node.test) for node in ast.walk(kind) if isinstance(node, ast.If) for call in _calls(node, function)}
         if calls and under.keys() == set(calls):
             return f"`if {under[calls[0]]}` in {kind.name}"
-        if not calls and any(re.search("past_key_value|cache", ast.unparse(call.func)) for call in _calls(kind, "update")):
+        if not calls and any(re.search("cache|past_key_value", ast.unparse(call.func)) for call in _calls(kind, "update")):
             return f"not in {kind.name}"
     return None
 
