@@ -22,9 +22,11 @@ from .compressed_kv import CompressedKV
 from .masks import once
 
 
-def notice_again(implementation: str, module: torch.nn.Module, query: Tensor, key: CompressedKV, mask: Any, options: dict[str, Any]) -> None:
+def notice_again(
+    implementation: str, module: torch.nn.Module, query: Tensor, key: CompressedKV, mask: Any, options: dict[str, Any]
+) -> None:
     """Warns if a row of the step, of several tokens, begins at a position that the cache has seen; raises ValueError if that is position
-    0."""
+    0. `module`: the attention that asks."""
     positions = options.get("position_ids")
     if torch.compiler.is_compiling() or not isinstance(positions, Tensor):
         return

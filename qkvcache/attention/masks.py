@@ -136,11 +136,15 @@ def once(what: str, given: Any, state: tuple, module: Any, find: Callable[[], T]
     attention that asks, which has a `layer_idx`."""
     version = given._version if isinstance(given, Tensor) and not given.is_inference() else None
     state, layer, last = (*state, version), getattr(module, "layer_idx", None), getattr(_last, what, None)
-    same = last is not None and last.given() is given and last.state == state
-    if not same or (version is None and (layer is None or last.layer is None or layer <= last.layer)):
+    if last is None or last.given() is not given or last.state != state or (version is None and not _follows(layer, last.layer)):
         last = _Found(weakref.ref(given), state, find(), layer)
     setattr(_last, what, last._replace(layer=layer))
     return last.result
+
+
+def _follows(layer: int | None, last: int | None) -> bool:
+    """Whether a layer that asks after the `last` one is known to be of the same step."""
+    return layer is not None and last is not None and layer > last
 
 
 def padding_columns(module: Any, given: Any, mask: Tensor | None, causal: bool, queries: int, tokens: int) -> Padding:

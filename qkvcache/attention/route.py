@@ -79,6 +79,7 @@ def install() -> None:
     _stock.extend(((AttentionInterface, stock), (PreTrainedModel, check)))
     AttentionInterface.get_interface = get_interface  # type: ignore[method-assign]
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation  # type: ignore[method-assign]
+
     def mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool = True, **others: Any) -> Tensor | None:
         # No mask is for sdpa causal attention from the first key, which hides the empty columns of a StaticCache, and here from the last.
         skips = allow_is_causal_skip and q_length in (1, kv_length)
@@ -204,7 +205,8 @@ def _refuse_by_column(implementation: str, module: torch.nn.Module, keywords: di
     names += ["position_bias"] if keywords.get("position_bias") is not None else []
     if names:
         raise NotImplementedError(
-            f"{type(module).__name__} calls attention with {', '.join(names)}, which a layer that evicts tokens cannot apply: leave out the policy"
+            f"{type(module).__name__} calls attention with {', '.join(names)}, which a layer that evicts tokens cannot apply: leave out "
+            "the policy"
         )
 
 

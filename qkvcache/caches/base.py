@@ -314,8 +314,8 @@ class CompressedCache(DynamicCache):
         length = UNLIMITED if self.max_length is None else self.max_length
         if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop":
             raise NotImplementedError(
-                f"{config.model_type} with recurrent_kv_cache_mode='last_loop': earlier loops read the dense keys and values of the last one; "
-                "use 'per_loop', or a DynamicCache"
+                f"{config.model_type} with recurrent_kv_cache_mode='last_loop': earlier loops read the dense keys and values of the last "
+                "one; use 'per_loop', or a DynamicCache"
             )
         if self.compile and config.model_type in NEVER_STATIC:
             raise NotImplementedError(
@@ -616,7 +616,7 @@ def _keeps_all(layer: Any) -> bool:
 def _options_of(layer: Any, config: PreTrainedConfig, latents: bool) -> dict[str, Any]:
     """The options of this library's layer in place of `layer`, whose config this is, that other layers do not have. `latents`: whether the
     model's attention takes them as they are stored."""
-    kind, found = CLASSES.get(type(layer)), {}
+    kind, found = CLASSES.get(type(layer)), dict[str, Any]()
     if latents:
         found["latents"] = channels(config)
     if kind is IndexedLayer and getattr(config, "index_kpool", None):
