@@ -35,25 +35,6 @@ def parameters(function) -> list[str]:
 # Signatures.
 
 
-def test_get_interface():
-    assert parameters(AttentionInterface.get_interface) == ["self", "attn_implementation", "default"]
-
-
-def test_models_whose_attention_no_policy_sees():
-    """Those that update a cache, and nowhere ask for an attention function, are among those that eviction is refused for."""
-    found, unseen = set(), set()
-    fine = {"bloom", "mpt", "nemotron3_5_asr", "vibevoice_acoustic_tokenizer", "vibevoice_asr"}  # ALiBi, which is refused, and no attention
-    for file in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
-        code = file.read_text()
-        if re.search(r"(past|cache)\w*\.update\(", code) and "ALL_ATTENTION_FUNCTIONS" not in code:
-            types = re.findall(r'model_type = "([^"]+)"', "".join(x.read_text() for x in file.parent.glob("configuration_*.py")))
-            assert types, file.name
-            found |= {file.parent.name}
-            if not OWN_ATTENTION & set(types):
-                unseen.add(file.parent.name)
-    assert unseen <= fine and {"falcon", "trocr"} <= found
-
-
 def test_keywords_of_attention_functions_are_known():
     """Each keyword that a model passes is used, changes nothing, or is refused by name."""
     found: set[str] = set()
@@ -63,6 +44,24 @@ def test_keywords_of_attention_functions_are_known():
     tensors = {"query", "key", "value", "attention_mask"}
     refused = {"block_indices", "sinks"}  # of MiniMax-M3, and of Inkling 2, whose eager attention alone has them
     assert {"scaling", "position_bias", "s_aux"} <= found <= USED | HARMLESS | tensors | refused | {"indices"}
+
+
+def test_get_interface():
+    assert parameters(AttentionInterface.get_interface) == ["self", "attn_implementation", "default"]
+
+
+def test_models_whose_attention_no_policy_sees():
+    """Those that update a cache, and nowhere ask for an attention function, are among those that eviction is refused for."""
+    found, unseen, alibi, states = set(), set(), {"bloom", "mpt"}, {"nemotron3_5_asr", "vibevoice_acoustic_tokenizer", "vibevoice_asr"}
+    for file in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
+        code = file.read_text()
+        if re.search(r"(past|cache)\w*\.update\(", code) and "ALL_ATTENTION_FUNCTIONS" not in code:
+            types = re.findall(r'model_type = "([^"]+)"', "".join(x.read_text() for x in file.parent.glob("configuration_*.py")))
+            assert types, file.name
+            found |= {file.parent.name}
+            if not OWN_ATTENTION & set(types):
+                unseen.add(file.parent.name)
+    assert unseen <= alibi | states and {"falcon", "xlm"} <= found
 
 
 def test_masks_of_flex_attention_can_be_cut():
