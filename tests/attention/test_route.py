@@ -289,7 +289,7 @@ def test_qkvcache_attention_equals_the_models_own(name):
     install()
     own, other = Family(name), Family(name, NAME)
     for cache in (other.dynamic(), other.cache()):
-        assert_close(other.generate(own.ids, cache, own.forced), own.base, 1e-5)
+        assert_close(other.generate(own.ids, cache, own.forced), own.base, 1e-3)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v4", "hy_v4", "git", "bigbird_pegasus", "bloom", "falcon"])
