@@ -14,6 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from qkvcache import CompressedCache, TurboQuantCache, attach
+from qkvcache.attention.masks import HARMLESS, USED
 from qkvcache.caches.arguments import OWN_ATTENTION
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.releases import passing
@@ -33,6 +34,17 @@ def parameters(function) -> list[str]:
 
 
 # Signatures.
+
+
+def test_keywords_of_attention_functions_are_known():
+    """Each keyword that a model passes is used, changes nothing, or is refused by name."""
+    found: set[str] = set()
+    for file in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
+        for call in re.findall(r"= attention_interface\(\n(.*?)\n +\)\n", file.read_text(), re.DOTALL):
+            found |= set(re.findall(r"^ +(\w+)=", call, re.MULTILINE))
+    tensors = {"query", "key", "value", "attention_mask"}
+    refused = {"block_indices", "sinks"}  # of MiniMax-M3, and of Inkling 2, whose eager attention alone has them
+    assert {"scaling", "position_bias", "s_aux"} <= found <= USED | HARMLESS | tensors | refused | {"indices"}
 
 
 def test_get_interface():

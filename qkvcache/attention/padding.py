@@ -26,7 +26,8 @@ class PlainAttention(NamedTuple):
 
     def is_valid(self) -> Tensor | None:
         """The step's tokens that are not padding, bool `[B, Q]`; None: all."""
-        return new_tokens(self.implementation, self.mask, self.query.shape[0], self.query.shape[2], self.query.device).is_valid
+        batch, _, queries, _ = self.query.shape
+        return new_tokens(self.implementation, self.module, self.mask, batch, queries, self.query.device).is_valid
 
 
 _pending: dict[int, tuple[weakref.ref, weakref.WeakMethod]] = {}

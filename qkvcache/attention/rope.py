@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
 import inspect
 import re
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ..kernels import rotate
+from .model_code import code_of
 
 LAYER_TYPE = "full_attention"  # the layers whose keys are cached here; some models have a rotation for each type of layer
 APPLY = ("apply_rotary_pos_emb", "apply_rotary_emb", "_apply_rotary_emb")
@@ -67,7 +67,9 @@ class Rope:
         several_axes = f"{name!r} has multimodal RoPE: its positions have several axes, a gap is not one number"
         if any("mrope" in key for key in own):
             raise NotImplementedError(several_axes)
-        module = _modeling(config)
+        module = code_of(config)
+        if module is None:
+            raise NotImplementedError(f"{name!r}: no code of the model is known that shows how it rotates its keys")
         apply = next((getattr(module, function) for function in APPLY if hasattr(module, function)), None)
         rotary = _rotary(config, module)
         if apply is None or rotary is None:
@@ -105,17 +107,6 @@ class Rope:
         else:
             by = torch.full((1, 1), by, device=device)
         return rotate(keys, by, self.frequencies(device), self.interleaved)
-
-
-def _modeling(config: PreTrainedConfig) -> ModuleType:
-    """The module with the model's code, beside the module that defines the config's class or one of its bases."""
-    beside = next(kind.__module__ for kind in type(config).__mro__ if ".configuration_" in kind.__module__)
-    try:
-        return importlib.import_module(beside.replace(".configuration_", ".modeling_"))
-    except ImportError as error:
-        raise NotImplementedError(
-            f"{config.model_type!r}: no code of the model beside {beside} that shows how it rotates its keys"
-        ) from error
 
 
 def _rotary(config: PreTrainedConfig, module: ModuleType) -> nn.Module | None:

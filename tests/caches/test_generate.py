@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache
+import transformers
+from families_models import CAUSAL, shrunk
+from transformers import CONFIG_MAPPING, DynamicCache
 
-from qkvcache import CompressedCache, NVFP4Cache, TurboQuantCache, attach, detach
-from qkvcache.releases import passing
+from qkvcache import CompressedCache, H2OCache, NVFP4Cache, TurboQuantCache, attach, detach
+from qkvcache.releases import CACHE_ARGUMENT, passing
 from tests.matrix import CACHES, covering, model, slowly
 from tests.reference import NEW, ZONES, assert_close, decoded, prompt, run
 from tests.seeds import SEED
@@ -219,3 +221,24 @@ def test_attach_serves_every_generate():
     detach(network)
     run(network, None)
     assert len(made) == 2
+
+
+@pytest.mark.skipif(CACHE_ARGUMENT != "cache", reason="transformers speculates with heads of the model from 5.24 on")
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_speculation_with_heads_of_the_model(name, store, heads, monkeypatch):
+    """`use_mtp`; the heads have random weights. Drafts that are refused are cropped."""
+    from transformers.modeling_layers import MtpModel
+
+    kind = CONFIG_MAPPING[name]
+    torch.manual_seed(SEED)
+    network = getattr(transformers, CAUSAL[name])(kind(**shrunk(kind(), {"num_nextn_predict_layers": heads}))).eval()
+    monkeypatch.setattr(MtpModel, "from_pretrained", lambda main, **options: MtpModel(main, heads).eval())
+    inputs = {"input_ids": prompt(length=24)["input_ids"].repeat(1, 2)}
+    expected = run(network, DynamicCache(config=network.config), inputs)
+    cache = exact(network, store)
+    assert torch.equal(run(network, cache, inputs, use_mtp=True), expected)
+    assert cache.get_seq_length() == expected.shape[1] - 1
+    with pytest.raises((ValueError, NotImplementedError), match="cropped|expands latents"):
+        run(network, H2OCache(network.config, budget=16), inputs, use_mtp=True)
