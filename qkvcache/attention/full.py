@@ -18,12 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..autocast import without_autocast
 from ..kernels import AttentionInputs, Exact, KeysOrValues, attend
 from .masks import lower_right
 
 QUERY_BLOCK = 256
 
 
+@without_autocast("query", "key", "value")
 def full_attention(
     module: torch.nn.Module,
     query: Tensor,

@@ -83,7 +83,7 @@ class Ranks:
         """The minimum of `value` over all processes, each of which must call this."""
         if self.size == 1:
             return value
-        shared = torch.tensor(value, device=self._device)
+        shared = torch.tensor(value, dtype=torch.int64, device=self._device)
         distributed.all_reduce(shared, distributed.ReduceOp.MIN, self._group)
         return int(shared)
 
