@@ -16,11 +16,18 @@ from torch import Tensor
 ACCELERATOR: str = getattr(torch.accelerator.current_accelerator(), "type", "cpu")
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast computes in on `device`; None where it is off."""
+    on = torch._C._is_any_autocast_enabled() and torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if on else None
+
+
 def autocasted(x: Any) -> Any:
-    """A tensor in the dtype in which autocast passes it to attention; other objects, and tensors that autocast leaves alone, unchanged."""
-    if isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
+    """A tensor in the dtype in which autocast passes it to attention. Other objects, and tensors that autocast leaves alone, unchanged."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    dtype = autocast_dtype(x.device)
+    return x if dtype is None else x.to(dtype)
 
 
 def without_autocast(*names: str) -> Callable[[Callable], Any]:

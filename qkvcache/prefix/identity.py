@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..autocast import autocast_dtype
+
 SAMPLES = 64
 """Entries that are sampled from each tensor."""
 Modules = list[tuple[str, nn.Module]]
@@ -105,8 +107,8 @@ def _samples(model: nn.Module) -> Iterator[bytes]:
 
 def _computes_in(model: PreTrainedModel) -> str:
     """The model's dtype, and that of autocast, if it is on."""
-    kind = model.device.type
-    return f"{model.dtype} autocast {torch.get_autocast_dtype(kind)}" if torch.is_autocast_enabled(kind) else str(model.dtype)
+    cast = autocast_dtype(model.device)
+    return str(model.dtype) if cast is None else f"{model.dtype} autocast {cast}"
 
 
 def _local(x: Tensor) -> Tensor:
