@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..autocast import without_autocast
 from ..kernels import AttentionInputs, Exact, KeysOrValues, attend
 from .masks import biased, lower_right, unknown
 
@@ -25,6 +26,7 @@ NAME = "qkvcache"
 QUERY_BLOCK = 256
 
 
+@without_autocast("query", "key", "value")
 def full_attention(
     module: torch.nn.Module,
     query: Tensor,

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from ..autocast import with_autocast
 from ..kernels import AttentionInputs, attend_latents, pv, qk
 from ..kernels.attend import Options
 from ..kernels.attend_chunked import (
@@ -92,7 +93,7 @@ class Expansion:
     """The latents of one layer for one step, and the attention `module` whose method `stock` expands them."""
 
     def __init__(self, module: Any, stock: Callable, inputs: AttentionInputs):
-        self.module, self.stock, self.inputs = module, stock, inputs
+        self.module, self.stock, self.inputs = module, with_autocast(stock), inputs
         self.nope, self.rope, self.value_dim = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
         rank = inputs.key.shape[3]
         weight = transposed_weight(module.kv_b_proj, rank, inputs.key.device).mT

@@ -170,11 +170,11 @@ def _query_weights(window: int, decay: float, is_valid: Tensor | None, query: Te
         return None
     if window >= query.shape[2] and decay == 1:
         shape = query.shape[0], query.shape[2]
-        return torch.ones(shape, device=query.device) if is_valid is None else is_valid.float()
+        return torch.ones(shape, dtype=torch.float32, device=query.device) if is_valid is None else is_valid.float()
     if is_valid is None:
         is_valid = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
     from_the_end = is_valid.flip(-1).cumsum(-1).flip(-1)
-    return (is_valid & (from_the_end <= window)).float() * decay ** (from_the_end - 1).clamp_min(0)
+    return (is_valid & (from_the_end <= window)).float() * decay ** (from_the_end - 1).clamp_min(0).float()
 
 
 def _last(window: int, is_valid: Tensor | None, queries: int) -> slice:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..autocast import autocasted
 from .masks import new_tokens
 
 
@@ -49,7 +50,7 @@ def report_attention(
     if _pending and (pending := _pending.get(id(keys))):
         callback = pending[1]()
         if callback is not None and pending[0]() is keys:
-            attention = PlainAttention(implementation, module, query, mask, keywords)
+            attention = PlainAttention(implementation, module, autocasted(query), mask, keywords)
             attention = callback(attention) or attention
             return attention.mask, attention.output
     return mask, None

@@ -105,7 +105,7 @@ class Rope:
                 raise ValueError(f"by has shape {list(by.shape)}: keys {list(keys.shape)} take an int, [{batch}] or [{batch}, {tokens}]")
             by = by.to(device) if by.dim() == 2 else by.to(device).reshape(-1, 1)
         else:
-            by = torch.full((1, 1), by, device=device)
+            by = torch.full((1, 1), by, dtype=torch.int64, device=device)
         return rotate(keys, by, self.frequencies(device), self.interleaved)
 
 
@@ -164,7 +164,7 @@ def _probed(name: str, rotary: nn.Module, apply: Any, layer_type: str | None) ->
     keys = torch.randn(1, 1, 1, 2 * len(inv_freq), generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float32)
 
     def model(position: int) -> Tensor:
-        cos, sin = rotary(keys, torch.tensor([[position]], device="cpu"), *([layer_type] if layer_type else []))
+        cos, sin = rotary(keys, torch.tensor([[position]], dtype=torch.int64, device="cpu"), *([layer_type] if layer_type else []))
         offered = {"q": keys, "k": keys, "x": keys, "cos": cos, "sin": sin}
         rotated = apply(**{key: offered[key] for key in inspect.signature(apply).parameters if key in offered})
         return rotated[1] if isinstance(rotated, tuple) else rotated

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from ..autocast import with_autocast, without_autocast
 from ..kernels import AttentionInputs, attends_in_tiles, on_triton
 from ..kernels.attend_chunked import CHUNK_BYTES, attend_chunked, cudnn_pays, supports
 from .again import notice_again
@@ -172,6 +173,15 @@ def route(
         return stock(module, query, *as_the_model_has_them(key, value), given, *args, **kwargs)
     if torch.compiler.is_compiling() and key.observer is None and not key.attention_inputs.compiled:  # an uncompiled layer
         return _route_uncompiled(stock, implementation, module, query, key, value, given, *args, **kwargs)
+    return _attend(with_autocast(stock), implementation, module, query, key, value, given, *args, **kwargs)
+
+
+@without_autocast("query")
+def _attend(
+    stock: Callable, implementation: str, module: torch.nn.Module, query: Tensor, key: CompressedKV, value: CompressedKV, given: Any,
+    *args: Any, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """`route` for keys and values of one `update`; `given`: the model's mask."""
     if query.shape[2] > 1:
         notice_again(implementation, module, query, key, given, kwargs)
     if key.observer is not None:
@@ -191,7 +201,7 @@ def route(
         if paged is not None and paged.budget is not None and paged.budget.tokens < paged.max_length:
             warn_once("attention_budget with eager attention: it reads all tokens; use another implementation, such as sdpa")
         return stock(module, query, key.seen(), value.seen(), mask, *args, **kwargs)
-    out = _attend(implementation, module, query, key, given, mask, kwargs)
+    out = _attend_on_codes(implementation, module, query, key, given, mask, kwargs)
     if out is not None:
         return out.transpose(1, 2).contiguous(), None
     if isinstance(mask, BlockMask) and mask.shape[-1] > tokens:
@@ -210,7 +220,7 @@ def _refuse_by_column(implementation: str, module: torch.nn.Module, keywords: di
         )
 
 
-def _attend(
+def _attend_on_codes(
     implementation: str, module: torch.nn.Module, query: Tensor, key: CompressedKV, given: Any, mask: Any, keywords: dict[str, Any]
 ) -> Tensor | None:
     """Attention `[B, Hq, Q, D]` on the codes or in chunks; None where the model's own function must attend to a dequantized layer.

@@ -64,8 +64,8 @@ class NewKV:
 
 def changed(what: str) -> NotImplementedError:
     return NotImplementedError(
-        f"attention code of the model calls {what!r} on keys or values after it passed them to the cache, and pages hold them as they were: "
-        "leave `continuous_batching`, and call generate"
+        f"attention code of the model calls {what!r} on keys or values after it passed them to the cache, and pages hold "
+        "them as they were: leave `continuous_batching`, and call generate"
     )
 
 

@@ -263,7 +263,9 @@ class CompressedPagedCache(PagedAttentionCache):
             config, continuous_batching_config, dtype, layout.nbytes, layout.ring_bytes(residual_length),
             logits_to_keep=model_supports_logits_to_keep, max_requests=max_requests,
             kv_tp_size=distributed_helper.tp_size if distributed_helper.are_kv_heads_tp_ed() else 1,
-            least=lambda count: int(distributed_helper.tp_all_reduce_min(torch.tensor([count], device=device))),
+            least=lambda count: int(
+                distributed_helper.tp_all_reduce_min(torch.tensor([count], dtype=torch.int64, device=device))
+            ),
         )  # fmt: skip
         # The new token is in the ring too.
         rings = Rings(config.num_hidden_layers, size.rings, heads, residual_length + 1, head_dim, dtype, device)
@@ -587,7 +589,7 @@ class Sampling(ContinuousBatchingLogitsProcessorList):
         """Whether the latest batch needs temperatures, top_p, and noise."""
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:
-        int32_tensor.view(torch.float32).copy_(torch.tensor([[1.0], [1.0], [0.0]]))
+        int32_tensor.view(torch.float32).copy_(torch.tensor([[1.0], [1.0], [0.0]], dtype=torch.float32, device="cpu"))
 
     def prepare_tensor_args(self, requests_in_batch: list[FutureRequestState], arg_storage: Tensor) -> Tensor:
         states = [request.state for request in requests_in_batch if request.has_new_token]
@@ -596,8 +598,9 @@ class Sampling(ContinuousBatchingLogitsProcessorList):
         if any(self.needed):
             children = [state.request_id.partition("__child#")[2] for state in states]
             keys = [key(given["seed"], state.position_offset, child) for given, state, child in zip(options, states, children, strict=True)]
-            real = torch.tensor([[given[name] for given in options] for name in ("temperature", "top_p")])
-            arg_storage[:, : len(states)] = torch.stack([*real.view(torch.int32), torch.tensor(keys, dtype=torch.int32)])
+            given = [[given[name] for given in options] for name in ("temperature", "top_p")]
+            real = torch.tensor(given, dtype=torch.float32, device="cpu").view(torch.int32)
+            arg_storage[:, : len(states)] = torch.stack([*real, torch.tensor(keys, dtype=torch.int32, device="cpu")])
         return arg_storage
 
     def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:

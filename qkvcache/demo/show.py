@@ -90,7 +90,7 @@ def run(
             console.print(f"[bold]{label}:[/bold]{ask_later(model, tokenizer, case, cache)}", highlight=False)
         console.print()
     begin = len(ids) // 2
-    window = torch.tensor(ids[begin : begin + 2 * (size.context + size.read_on)], device=model.device).view(2, -1)
+    window = torch.tensor(ids[begin : begin + 2 * (size.context + size.read_on)], dtype=torch.int64, device=model.device).view(2, -1)
     with progress("reading without a compressed cache"):
         passages = Passages.read(model, window, size.context)
         cases = RecallSet.make(model, tokenizer, ids, size.context, size.recalls, seed=seed, form=size.form)

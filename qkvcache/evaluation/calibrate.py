@@ -209,7 +209,7 @@ def windows_of(text: PreTrainedTokenizerBase | Tensor | Sequence[int], windows: 
     if isinstance(text, PreTrainedTokenizerBase):
         text = demo.text_ids(text)
     try:
-        ids = torch.as_tensor(text)
+        ids = torch.as_tensor(text, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"text must be token ids [T] or a tokenizer, got {type(text).__name__}") from error
     if ids.dim() != 1 or ids.is_floating_point():

@@ -187,7 +187,7 @@ class CacheLM(HFLM):
         pieces = list(_pieces(choices, rows))
         for place, piece in enumerate(pieces):
             fork = cache if place == len(pieces) - 1 else copy.deepcopy(cache)
-            at = torch.tensor([row for row, _, _ in piece], device=self.device)
+            at = torch.tensor([row for row, _, _ in piece], dtype=torch.int64, device=self.device)
             if fork.get_seq_length() and at.tolist() != list(range(len(groups))):
                 fork.reorder_cache(at)  # type: ignore[arg-type]
             targets = self._tensor([continuation for _, _, continuation in piece])

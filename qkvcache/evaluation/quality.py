@@ -236,7 +236,7 @@ class RecallSet:
             cases.append(case)
             rows.append(tokenizer(form.opening + case.context, verbose=False)["input_ids"])
         shortest = min(map(len, rows))  # code words differ in length; the last tokens contain no fact
-        context = torch.tensor([row[:shortest] for row in rows], device=model.device)
+        context = torch.tensor([row[:shortest] for row in rows], dtype=torch.int64, device=model.device)
         asked = form.before_question + cases[0].question
         question = tokenizer(asked, add_special_tokens=False, return_tensors="pt")["input_ids"].to(model.device)
         if seen:

@@ -267,7 +267,7 @@ class LaunchPlan:
         self.out_shape = self.batch, query_heads, self.queries, self.value_dim
         # The heads of a query are next to each other, as transformers asks for.
         self.out_strides = query_heads * self.queries * self.value_dim, self.value_dim, query_heads * self.value_dim, 1
-        self.no_sums = torch.empty(self.batch, self.heads, 0, device=device)
+        self.no_sums = torch.empty(self.batch, self.heads, 0, dtype=torch.float32, device=device)
         fixed = {
             **args.constants, "G": self.groups, "R": self.rows, "T": self.tile, "SOFTCAP": softcap, "MASK": mask, "ARCH": arch,
             "CAUSAL": causal and self.queries > 1, "EXACT": exact, "TURN": use.factor if use.whole is None else 1.0,

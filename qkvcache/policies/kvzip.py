@@ -57,7 +57,7 @@ class KVzip(Policy):
 
     def score(self, tokens: Arrivals) -> Tensor:
         keys = tokens.keys
-        return torch.full(keys.shape[:3], UNREAD, device=keys.device)
+        return torch.full(keys.shape[:3], UNREAD, dtype=torch.float32, device=keys.device)
 
     @property
     def shares_layers(self) -> bool:

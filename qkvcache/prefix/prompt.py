@@ -37,7 +37,7 @@ def rows(ids: Inputs, config: PreTrainedConfig) -> list[Tensor]:
         found = rows(ids["input_ids"], config)
         return found if len(found) > 1 else [digested(found[0], ids, config)]
     try:
-        all_ids = torch.as_tensor(ids).detach().cpu()
+        all_ids = torch.as_tensor(ids, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"token ids must be a list of integers or a tensor, got {type(ids).__name__}: {error}") from error
     if all_ids.ndim not in (1, 2) or not all_ids.numel():
