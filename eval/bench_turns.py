@@ -4,7 +4,7 @@
     python eval/bench_turns.py --markdown        the tables of the documentation, from the rows: needs no GPU
     python eval/bench_turns.py --plot            turns.png, from the rows
 
-turns      a Llama of 8 layers of the 8B shape in bf16 holds the past and reads new tokens at once, `model(ids, past_key_values=cache)`.
+turns      a Llama of 8 layers of the 8B shape in bf16 holds the past and reads new tokens at once, `model(ids, cache=cache)`.
            Milliseconds by the clock, the best of four turns; the first turn, with all that it compiles, and the longest of the others are
            in the rows too. 32 new tokens are a chunk of `qkvcache eval`. Peak memory is what is allocated beside the weights and the cache.
 attention  one layer's attention of new tokens over the past and themselves, GPU time, beside the best bf16 attention of torch: flash, cuDNN
@@ -36,6 +36,7 @@ from qkvcache.attention.route import on_codes
 from qkvcache.kernels import attend_chunked as chunks
 from qkvcache.kernels import attend_on_codes
 from qkvcache.kernels.attend_chunked import attend_chunked
+from qkvcache.releases import passing
 
 SECTIONS = ("turns", "attention", "prefix")
 PAST, LAYERS, TURNS = 32768, 8, 4
@@ -71,7 +72,7 @@ def turn(model: PreTrainedModel, name: str, rows: int, queries: int) -> dict:
     times = []
     for _ in range(TURNS):
         ids = torch.randint(config.vocab_size, (rows, queries), device="cuda")
-        times.append(milliseconds(lambda ids=ids: model(ids, past_key_values=cache, logits_to_keep=1)))
+        times.append(milliseconds(lambda ids=ids: model(ids, **passing(cache), logits_to_keep=1)))
     peak = torch.cuda.max_memory_allocated() - before
     first, *others = times
     found = {"ms": min(times), "first_ms": first, "longest_ms": max(others), "peak_bytes": peak}
@@ -121,7 +122,7 @@ def prefix(model: PreTrainedModel, format: str) -> dict:
     ids = torch.randint(model.config.vocab_size, (1, PAST + AFTER), device="cuda")
 
     def first_token(cache: Cache, ids: Tensor) -> None:
-        model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax().item()
+        model(ids, **passing(cache), logits_to_keep=1).logits.argmax().item()
 
     def computed() -> None:
         first_token(CompressedCache(model.config, format=format), ids)

@@ -28,7 +28,7 @@ from ..kernels import (
 )
 from ..kernels.attend_chunked import attend_chunked
 from .compressed_kv import CompressedKV
-from .full import full_attention
+from .full import NAME, full_attention
 from .masks import NewTokens, joined, joined_by_head, kernel_options, mask_of_new, new_tokens, sees_itself
 
 
@@ -42,7 +42,7 @@ def attend_observed(
     if observer.is_static and query.shape[2] == 1:
         return _attend_static(stock, implementation, module, query, key, value, mask, *args, **kwargs)
     batch, queries, tokens = query.shape[0], query.shape[2], key.shape[2]
-    new = new_tokens(implementation, mask, batch, queries, query.device)
+    new = new_tokens(implementation, module, mask, batch, queries, query.device)
     options, policy = kernel_options(implementation, query, kwargs), observer.policy
     in_order, paged = observer.in_order or tokens == queries, key.attention_inputs.by_head
     observer.begin_attention(new.is_valid, query, options["scaling"])
@@ -52,7 +52,7 @@ def attend_observed(
     in_order = in_order and (valid() is None if mask is None else mask.shape[-1] == tokens)  # layers of a kind share it
     chunked = chunked and new.causal
     if paged and "eager" not in implementation and implementation != "sdpa":
-        stock, implementation = full_attention, "qkvcache"  # the masks of flash and flex are the same for all heads
+        stock, implementation = full_attention, NAME  # the masks of flash and flex are the same for all heads
     if not in_order and (few or chunked) and "eager" not in implementation and not kwargs.get("dropout"):
         if chunked and not few:
             hidden = None if (shown := valid()) is None else ~shown
@@ -170,11 +170,11 @@ def _query_weights(window: int, decay: float, is_valid: Tensor | None, query: Te
         return None
     if window >= query.shape[2] and decay == 1:
         shape = query.shape[0], query.shape[2]
-        return torch.ones(shape, device=query.device) if is_valid is None else is_valid.float()
+        return torch.ones(shape, dtype=torch.float32, device=query.device) if is_valid is None else is_valid.float()
     if is_valid is None:
         is_valid = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
     from_the_end = is_valid.flip(-1).cumsum(-1).flip(-1)
-    return (is_valid & (from_the_end <= window)).float() * decay ** (from_the_end - 1).clamp_min(0)
+    return (is_valid & (from_the_end <= window)).float() * decay ** (from_the_end - 1).clamp_min(0).float()
 
 
 def _last(window: int, is_valid: Tensor | None, queries: int) -> slice:

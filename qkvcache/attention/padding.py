@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..autocast import autocasted
 from .masks import new_tokens
 
 
@@ -26,7 +27,8 @@ class PlainAttention(NamedTuple):
 
     def is_valid(self) -> Tensor | None:
         """The step's tokens that are not padding, bool `[B, Q]`; None: all."""
-        return new_tokens(self.implementation, self.mask, self.query.shape[0], self.query.shape[2], self.query.device).is_valid
+        batch, _, queries, _ = self.query.shape
+        return new_tokens(self.implementation, self.module, self.mask, batch, queries, self.query.device).is_valid
 
 
 _pending: dict[int, tuple[weakref.ref, weakref.WeakMethod]] = {}
@@ -48,7 +50,7 @@ def report_attention(
     if _pending and (pending := _pending.get(id(keys))):
         callback = pending[1]()
         if callback is not None and pending[0]() is keys:
-            attention = PlainAttention(implementation, module, query, mask, keywords)
+            attention = PlainAttention(implementation, module, autocasted(query), mask, keywords)
             attention = callback(attention) or attention
             return attention.mask, attention.output
     return mask, None

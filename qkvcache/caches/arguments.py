@@ -9,11 +9,13 @@ from typing import Literal
 
 from transformers import DynamicCache, PreTrainedConfig
 
+from ..attention.latents import has_latents
 from ..formats import Format, FormatByLayer
 from ..formats.base import hint
 from ..kernels import AttentionBudget
 from ..kernels.pages import WHOLE
 from ..policies import Policy, check_count
+from ..releases import CACHE_ARGUMENT
 
 FORMER = {
     "exact_first": "num_sink_tokens",
@@ -25,10 +27,10 @@ FORMER = {
 LEAST_READ, LEAST_AUTO = 512, 2048
 """The fewest tokens that attention reads under a budget that is a share, and under "auto"."""
 OWN_ATTENTION = frozenset((
-    "autoformer", "big_bird", "blip_text_model", "clvp_decoder", "coarse_acoustics", "codegen", "cpmant", "falcon", "fine_acoustics",
-    "flaubert", "fsmt", "git", "gpt_neo", "gpt_neox_japanese", "gptj", "imagegpt", "informer", "led", "megatron-bert", "mvp", "prophetnet",
+    "autoformer", "big_bird", "blip_text_model", "clvp_decoder", "coarse_acoustics", "cpmant", "falcon", "fine_acoustics",
+    "flaubert", "fsmt", "git", "gpt_neo", "gpt_neox_japanese", "imagegpt", "informer", "led", "megatron-bert", "mvp", "prophetnet",
     "reformer", "rembert", "roformer", "semantic", "speecht5", "tapas", "trocr", "xglm", "xlm",
-))  # fmt: skip
+)).union(() if CACHE_ARGUMENT == "cache" else ("codegen", "gptj"))  # fmt: skip
 """Model types of transformers that compute attention themselves. `_supports_attention_backend` is False on others, too (BART, Zamba)."""
 
 
@@ -83,7 +85,7 @@ def why_not_evict(config: PreTrainedConfig) -> str | None:
         return "relative position bias takes a key's position from its column, which evicted tokens would shift"
     if getattr(config, "index_topk", None) or getattr(config, "indexer_budget", None):
         return "its indexer selects keys by column"
-    if getattr(config, "kv_lora_rank", None):
+    if has_latents(config):
         return "it expands latents after the cache, so that attention does not see what is stored"
     if config.model_type in OWN_ATTENTION:
         return "its attention does not go through transformers' AttentionInterface, so that no policy sees it; leave out the policy"

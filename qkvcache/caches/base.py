@@ -1,4 +1,4 @@
-"""`CompressedCache`: a cache in any format for any model, to pass as `past_key_values`."""
+"""`CompressedCache`: a cache in any format for any model, to pass as `cache`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from transformers.cache_utils import (
 from transformers.cache_utils import StaticLayer as StockStaticLayer
 
 from .. import attention, formats, kernels, policies
-from ..attention.latents import absorb
+from ..attention.latents import absorb, channels
 from ..attention.rope import Rope
 from ..formats import Format, FormatByLayer, FormatLike
 from ..kernels.pages import RunningStep
@@ -36,12 +36,14 @@ from ..layers.hybrid import EvictingHybridLayer, HybridLayer
 from ..layers.indexed import IndexedLayer
 from ..layers.static_sliding import StaticSlidingLayer
 from ..policies import Budget, KVzip, Policy, check_count
+from ..releases import CACHE_ARGUMENT, warn_if_newer
 from ..storage import check_room
 from . import convert, saving
 from .arguments import budget_of, layer_indices, refuse_unknown, why_not_evict
 from .biased import BiasedKeys
 from .compress import fill, read_twice
 from .memory import Memory, measured
+from .reread import length_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,7 +54,7 @@ CLASSES: dict[type, type[CompressedLayer]] = {
     DynamicIndexedLayer: IndexedLayer, StaticIndexedLayer: IndexedLayer,
 }  # fmt: skip
 """The layers of this library in place of those of transformers with full attention."""
-NEVER_STATIC = frozenset(("cpmant", "inkling2_text", "inkling_text", "prophetnet"))
+NEVER_STATIC = frozenset(("cpmant", "inkling2_loop_text", "inkling2_text", "inkling_text", "prophetnet"))
 """Model types of transformers that make their own masks, whose columns are exactly the tokens seen."""
 UNLIMITED = 2**30
 """The most tokens of a layer of a cache without `max_length`."""
@@ -61,8 +63,8 @@ UNLIMITED = 2**30
 class CompressedCache(DynamicCache):
     """A KV cache that stores tokens compressed, attends to them while compressed, and can evict them by a policy.
 
-        model.generate(**inputs, past_key_values=CompressedCache(model.config, format="turboquant_4bit_nc"))
-        model.generate(**inputs, past_key_values=CompressedCache(model.config, format="fp8", policy=policies.KeyDiff(budget=2048)))
+        model.generate(**inputs, cache=CompressedCache(model.config, format="turboquant_4bit_nc"))
+        model.generate(**inputs, cache=CompressedCache(model.config, format="fp8", policy=policies.KeyDiff(budget=2048)))
 
     Layers with full attention are compressed, also those that hold a recurrent state beside it; sliding, linear and shared layers are
     those of transformers. Every feature of `generate` works: batches with padding, beams, several turns, deepcopy; and without a
@@ -141,7 +143,7 @@ class CompressedCache(DynamicCache):
         skip_layers = layer_indices(skip_layers)
         self._config = None if config is None else config.get_text_config(decoder=True)
         self._encoder_decoder = config is not None and config.is_encoder_decoder
-        self._latents = None if config is None else absorb(config)
+        self._latents = config is not None and absorb(config)
         self._layer_options = {"num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
         self.max_length, self.compile = max_length, compile or max_length is not None
         self._why_static = "compile=True" if max_length is None else "max_length"
@@ -183,6 +185,7 @@ class CompressedCache(DynamicCache):
         self._biased_keys = BiasedKeys()
         attention.install()
         kernels.load_ahead()
+        warn_if_newer()
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         """Stores keys and values as transformers' Cache does. Raises ValueError for an encoder's states, which would be
@@ -267,7 +270,7 @@ class CompressedCache(DynamicCache):
             )
         if budget is not None and policy is not None:
             raise ValueError(f"attention_budget={budget} with policy={policy.name}, which evicts tokens: leave one out")
-        if budget is not None and self._latents is not None:
+        if budget is not None and self._latents:
             raise NotImplementedError(
                 f"attention_budget={budget} on {self._config.model_type}: its latents are read whole; leave it out"  # type: ignore[union-attr]
             )
@@ -314,6 +317,11 @@ class CompressedCache(DynamicCache):
     def _stock_layers(self, config: PreTrainedConfig) -> list[Any]:
         """The layers that transformers' own cache would have."""
         length = UNLIMITED if self.max_length is None else self.max_length
+        if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop":
+            raise NotImplementedError(
+                f"{config.model_type} with recurrent_kv_cache_mode='last_loop': earlier loops read the dense keys and values of the last "
+                "one; use 'per_loop', or a DynamicCache"
+            )
         if self.compile and config.model_type in NEVER_STATIC:
             raise NotImplementedError(
                 f"{self._why_static} on {config.model_type}, whose masks are of the tokens seen: leave out {self._why_static}"
@@ -340,7 +348,6 @@ class CompressedCache(DynamicCache):
         layer = kind(
             format,
             **self._layer_options,
-            latents=self._latents,
             max_length=self.max_length,
             compile=self.compile,
             attention_budget=self._attention_budget,
@@ -381,7 +388,7 @@ class CompressedCache(DynamicCache):
         if self.policy or self.compile:
             self._exact = frozenset(skipped.intersection(full))
         for i, format in zip(full, self.format.for_layers(len(full)), strict=True):
-            kind, states = CLASSES[type(self.layers[i])], _options_of(self.layers[i], self._config)
+            kind, states = CLASSES[type(self.layers[i])], _options_of(self.layers[i], configs[i], self._latents)
             if i in self._exact:
                 self.layers[i] = self._new_exact(kind, **states)
             elif i in chosen:
@@ -510,16 +517,17 @@ class CompressedCache(DynamicCache):
         """The tokens seen, as in transformers' Cache. Raises ValueError if Whisper asks an empty cache, because it
         would replace the cache by its own."""
         length = super().get_seq_length(layer_idx)
-        if self._encoder_decoder and not torch.compiler.is_compiling() and not length:
-            caller = sys._getframe(1)  # through an EncoderDecoderCache, Whisper is the caller's caller
-            if caller.f_globals.get("__name__") == "transformers.models.whisper.modeling_whisper":
-                self._refuse_bare()
-        return length
+        if torch.compiler.is_compiling():
+            return length
+        caller = sys._getframe(1)  # through an EncoderDecoderCache, Whisper is the caller's caller
+        if self._encoder_decoder and not length and caller.f_globals.get("__name__") == "transformers.models.whisper.modeling_whisper":
+            self._refuse_bare()
+        return length_for(self, length, caller)
 
     def _refuse_bare(self) -> Never:
         raise ValueError(
             "an encoder-decoder model keeps its encoder's states apart: pass "
-            f"EncoderDecoderCache({type(self).__name__}(config, ...), DynamicCache()) as past_key_values"
+            f"EncoderDecoderCache({type(self).__name__}(config, ...), DynamicCache()) as {CACHE_ARGUMENT}"
         )
 
     def get_query_offset(self, layer_idx: int = 0):
@@ -618,12 +626,17 @@ def _keeps_all(layer: Any) -> bool:
     return isinstance(layer, DynamicLayer | StockStaticLayer) and not layer.is_sliding and not isinstance(layer, CompressedLayer)
 
 
-def _options_of(layer: Any, config: PreTrainedConfig | None) -> dict[str, int]:
-    """The options of this library's layer in place of `layer` that other layers do not have."""
-    kind = CLASSES.get(type(layer))
+def _options_of(layer: Any, config: PreTrainedConfig, latents: bool) -> dict[str, Any]:
+    """The options of this library's layer in place of `layer`, whose config this is, that other layers do not have. `latents`: whether the
+    model's attention takes them as they are stored."""
+    kind, found = CLASSES.get(type(layer)), dict[str, Any]()
+    if latents:
+        found["latents"] = channels(config)
     if kind is IndexedLayer and getattr(config, "index_kpool", None):
-        return {"exact_indexer": True}
-    return {"number_of_states": layer.number_of_states} if kind is HybridLayer else {}
+        found["exact_indexer"] = True
+    if kind is HybridLayer:
+        found["number_of_states"] = layer.number_of_states
+    return found
 
 
 def _check_crop(layer: Any, tokens_to_remove: int) -> None:
@@ -644,7 +657,7 @@ def _check_crop(layer: Any, tokens_to_remove: int) -> None:
 
 def head_dim_of(config: PreTrainedConfig) -> int | None:
     """The number of channels of a cached key; None if the config does not tell (latent attention)."""
-    if getattr(config, "kv_lora_rank", None):
+    if channels(config):
         return None
     head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
     if head_dim is None and getattr(config, "num_attention_heads", None):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..autocast import without_autocast
 from . import dispatch
 from .attend import OPTIONS as NAMES
 from .evict import StaticTensors
@@ -29,7 +30,8 @@ def _operator(name: str, arguments: str, returns: str = "()", mutates: Sequence[
     """Declares an operator whose tensors `mutates` are written."""
     for i, argument in enumerate(mutates):
         arguments = re.sub(rf"\bTensor((?:\[\])? {argument}\b)", rf"Tensor(a{i}!)\1", arguments)
-    return torch.library.custom_op(f"qkvcache::{name}", mutates_args=mutates, schema=f"({arguments}) -> {returns}")
+    operator = torch.library.custom_op(f"qkvcache::{name}", mutates_args=mutates, schema=f"({arguments}) -> {returns}")
+    return lambda function: operator(without_autocast()(function))
 
 
 def _given(options: Sequence[Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from ..attention.compressed_kv import NO_COLUMNS, CompressedKV
 from ..attention.masks import kernel_options
 from ..attention.padding import PlainAttention, await_attention
 from ..attention.uncompiled import uncompiled
+from ..autocast import without_autocast
 from ..formats import Identity
 from ..formats.base import Codec, Format
 from ..formats.int8 import SymmetricInt8
@@ -54,12 +55,12 @@ def rows_of(indices: Tensor | Sequence[int] | slice, count: int) -> list[int]:
     """The rows among `count` that `DynamicCache.batch_select_indices` selects by these `indices`. Raises TypeError for a single index,
     ValueError for none, IndexError for rows that do not exist."""
     if not isinstance(indices, slice):
-        indices = torch.as_tensor(indices).cpu()
+        indices = torch.as_tensor(indices, device="cpu")
         if indices.dim() != 1:
             raise TypeError(f"batch_select_indices({indices!r}): pass the rows to keep as a list, a slice, or a tensor of one dimension")
         if not indices.numel():
             raise ValueError(f"batch_select_indices({indices!r}): pass one row or more, or call reset() to remove all tokens")
-    return torch.arange(count)[indices].tolist()
+    return torch.arange(count, device="cpu")[indices].tolist()
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -170,6 +171,7 @@ class CompressedLayer(CacheLayerMixin):
         zones = self.num_sink_tokens, self.residual_length
         return Storage(codecs, like, *zones, self.max_length, self.is_compileable, self.attention_budget, self.offload_pages)
 
+    @without_autocast("key_states", "value_states")
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> KeysAndValues:  # type: ignore[override]
         """Stores keys and values `[B, H, T, D]`; returns the keys and values of all tokens seen, for attention.
 
@@ -235,6 +237,7 @@ class CompressedLayer(CacheLayerMixin):
 
     @uncompiled("a layer with a pending prompt grows: nothing of it is compiled but attention")
     @torch.no_grad()
+    @without_autocast()
     def store_pending(self, attention: PlainAttention | None, is_valid: Tensor | None = None) -> None:
         """Stores a pending prompt. Statistics come from the tokens that are not padding in `attention`, or without it in `is_valid`, bool
         `[B, T]`; None: from all tokens."""
@@ -434,6 +437,7 @@ class CompressedLayer(CacheLayerMixin):
         """Bytes of all tokens seen in the model's dtype."""
         return self.get_seq_length() * sum(x.shape[0] * x.shape[1] * x.shape[3] * x.itemsize for x in self._stored_like())
 
+    @without_autocast()
     def dense(self) -> Pair:
         """All stored tokens in the model's dtype, keys and values `[B, H, T, D]`. Allocates the dense layer. Raises ValueError if the layer
         is empty."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..attention.compressed_kv import CompressedKV
 from ..attention.rope import Rope
+from ..autocast import without_autocast
 from ..formats import Format, Identity
 from ..kernels import AttentionInputs, Exact, Pair
 from ..policies import Arrivals, Budget, Policy
@@ -91,6 +92,7 @@ class EvictingLayer(CompressedLayer):
         sizes = self.num_sink_tokens, self.residual_length, self.interval
         return EvictingStorage(codecs, like, self.policy, self.budget, *sizes, in_order, self.max_length, self.rope)
 
+    @without_autocast("key_states", "value_states")
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[CompressedKV, CompressedKV]:  # type: ignore[override]
         """Stores keys and values `[B, H, T, D]`; returns what attention reads, and reports to this layer.
 
@@ -171,6 +173,7 @@ class EvictingLayer(CompressedLayer):
         return storage.metadata.lengths()[:, 0, 0] - new
 
     @torch.no_grad()
+    @without_autocast()
     def begin_attention(self, is_valid: Tensor | None, query: Tensor | None = None, scaling: float | None = None) -> Tensor | None:
         """Receives the step's tokens that are not padding, bool `[B, Q]` (None: all), and for policies that need them the queries
         `[B, Hq, Q, D]` and the factor on `q k`. For a step in the static layout, returns the columns that hold a token, bool
@@ -200,6 +203,7 @@ class EvictingLayer(CompressedLayer):
         return Arrivals(step.keys, step.values, step.is_valid, queries=queries, scaling=scaling, rope=rope)
 
     @torch.no_grad()
+    @without_autocast()
     def end_attention(self, attention_sums: Tensor | None) -> None:
         """Receives the attention weights of all columns, `[B, H, T]`: their sum over queries and over the query heads of a KV head; None
         if the policy's `observation_window` is 0."""
@@ -220,6 +224,7 @@ class EvictingLayer(CompressedLayer):
         return self.step, self.storage
 
     @torch.no_grad()
+    @without_autocast()
     def commit(self, is_valid: Tensor | None = None) -> None:
         """Evicts after a step whose attention has been observed, and which has told what is padding."""
         step, storage = self.step, self.storage
@@ -227,7 +232,7 @@ class EvictingLayer(CompressedLayer):
             return
         self.step = None
         if step.attention_sums is not None:
-            queries = step.keys.shape[2] if step.is_valid is None else step.is_valid.sum(-1)[:, None, None]
+            queries = step.keys.shape[2] if step.is_valid is None else step.is_valid.sum(-1, dtype=torch.float32)[:, None, None]
             storage.metadata.observe(step.attention_sums, queries)
         storage.evict()
         if self.is_compileable:

@@ -73,7 +73,7 @@ def load(
 def usable(device: str | torch.device) -> torch.device:
     """`device`, on which a tensor was made. Raises ValueError for one that this machine or this torch does not have."""
     try:
-        return torch.empty(0, device=device).device
+        return torch.empty(0, dtype=torch.uint8, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         count = torch.accelerator.device_count()
         kind = torch.accelerator.current_accelerator()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from ..attention.latents import has_latents
 from ..caches.base import head_dim_of
 
 GROWING = {"full_attention", "sliding_attention", "chunked_attention", "reference_sliding_attention"}
@@ -42,7 +43,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
             "context; measure cache.nbytes"
         )
     text = config.get_text_config(decoder=True)
-    if getattr(text, "kv_lora_rank", None):
+    if has_latents(text):
         raise NotImplementedError(
             f"planning for {text.model_type}: latent attention (MLA) caches latents, which are compressed already and whose layout "
             "differs between releases of transformers; measure cache.nbytes"

@@ -21,6 +21,7 @@ from .. import formats
 from ..caches import CompressedCache
 from ..caches.arguments import layer_indices
 from ..caches.memory import Bytes
+from ..caches.reread import limit_of
 from ..formats import FormatLike, Identity
 from ..policies import Policy, check_count
 from .batching import BatchingPlan, Mix, check_mix, plan_batching
@@ -161,7 +162,8 @@ def plan(
             CompressedCache takes them. Without format and policy, the plan is for a DynamicCache, or with `max_length`
             for a StaticCache. With `offload_pages`, `gpu_memory` must hold what is not in host memory.
         context: tokens of a request, prompt and answer together. None: those of the longest of `requests`.
-        prompt: tokens of the context that are read at once; None: all. Pages for later tokens are added as the cache
+        prompt: tokens of the context that are read at once; None: all. Phi-3 and its kin read a text anew when it passes
+            `original_max_position_embeddings`, and these tokens then count. Pages for later tokens are added as the cache
             grows, up to an eighth more than needed.
         batch: requests that run together.
         requests: kinds of requests of continuous batching, each `(weight, prompt tokens, answer tokens)`.
@@ -203,6 +205,8 @@ def plan(
         if context > max_length:
             raise ValueError(f"context={context} does not fit in max_length={max_length}: raise max_length")
     text = text_config(config)
+    if anew := prompt is not None and prompt <= limit_of(text) < context:
+        prompt = int(limit_of(text)) + 1
     dtype = model_dtype(config, dtype)
     layers = shapes(config, dtype.itemsize, tensor_parallel)
     options: dict[str, Any] = {
@@ -261,7 +265,8 @@ def plan(
         requests=fitting,
         longest_context=None if unbounded else longest,
         unbounded=unbounded,
-        notes=_notes(config, context, 0 if gpu_memory is None or batching else min(context, prompt or context), batch, dtype),
+        notes=_notes(config, context, 0 if gpu_memory is None or batching else min(context, prompt or context), batch, dtype)
+        + ((f"The model reads a text anew, and at once, when it passes {limit_of(text):,} tokens.",) if anew else ()),
         at_most=used is not None and used.alpha_safeguard is not None,
         host=host // batch,
         batching=batching,

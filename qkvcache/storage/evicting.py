@@ -265,7 +265,8 @@ class EvictingStorage(LayerStorage):
             elif self.budget.heads:
                 of_heads = self._of_heads(seen)
                 if row_limits is None:
-                    least, guaranteed = min(of_heads), torch.tensor(of_heads).to(self.device, non_blocking=True)[None, :, None]
+                    counts = torch.tensor(of_heads, dtype=torch.int64, device="cpu")
+                    least, guaranteed = min(of_heads), counts.to(self.device, non_blocking=True)[None, :, None]
                 else:
                     least, guaranteed = 0, torch.cat(of_heads, dim=1)
             else:
@@ -355,7 +356,7 @@ class EvictingStorage(LayerStorage):
         layout: StaticLayout = self.static  # type: ignore[assignment]
         ring, slots = self.residual_length + 1, self.slots
         at = (layout.row_lengths % ring)[:, None]  # the token itself in a row whose token is padding
-        queries = 1 if is_valid is None else is_valid.long()[:, :, None]
+        queries = 1 if is_valid is None else is_valid.float()[:, :, None]
         attention_sums = None if attention_sums is None else attention_sums[..., self.num_sink_tokens :]
         fields = dict(layout.records)
         if attention_sums is not None:
@@ -473,7 +474,7 @@ class EvictingStorage(LayerStorage):
     def select(self, rows: Sequence[int]) -> None:
         """Keeps the rows with these indices; a row that occurs several times is repeated. Tensors of the static layout are overwritten."""
         was_static, self.rows = self.is_static, None
-        index = torch.tensor(rows, device=self.device)
+        index = torch.tensor(rows, dtype=torch.int64, device=self.device)
         self.to_dynamic()
         self.tokens.select(rows)
         self.metadata.map(lambda x: x.index_select(0, index))

@@ -198,7 +198,7 @@ class PagedTokens:
         self.pool.share(_pages(self.numbers))
         self.pool.release(_pages(before))
         self.owned = self.numbers.shape[-1]
-        index, in_place = torch.tensor(rows, device=self.pool.device), self.static and len(rows) == len(before)
+        index, in_place = torch.tensor(rows, dtype=torch.int64, device=self.pool.device), self.static and len(rows) == len(before)
         self._change_statistics(lambda x: selected(x, index, in_place))
         if not self.static:
             self._compact(fewer=len(self.numbers) < len(before))
@@ -362,7 +362,7 @@ class RowPages(PagedTokens):
         if self.cache is None or cache is None or self.cache.blocks.shape[2] != cache.blocks.shape[2]:
             self.forget()
             return
-        index = torch.tensor(rows, device=self.pool.device)
+        index = torch.tensor(rows, dtype=torch.int64, device=self.pool.device)
         for new, old in zip(self.cache.tensors, cache.tensors, strict=True):  # blocks go with their rows
             new.unflatten(0, (len(rows), -1)).copy_(old.unflatten(0, (before, -1)).index_select(0, index))
 

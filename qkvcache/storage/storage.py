@@ -488,7 +488,7 @@ class Storage(LayerStorage):
     def select(self, rows: Sequence[int]) -> None:
         """Keeps the rows with these indices; a row that occurs several times is repeated. Pages are shared until they are written; if
         tensors keep their addresses, those with as many rows are overwritten."""
-        index = torch.tensor(rows, device=self.rows.device)
+        index = torch.tensor(rows, dtype=torch.int64, device=self.rows.device)
         in_place = self.static and len(rows) == len(self.rows)
         self._change(lambda x: selected(x, index, in_place))
         self._number_rows()

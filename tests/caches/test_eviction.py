@@ -11,6 +11,7 @@ from qkvcache import CompressedCache
 from qkvcache.attention import route
 from qkvcache.policies import H2O, Budget, KeyDiff, Knorm, SlidingWindow, SnapKV
 from qkvcache.policies.budget import LEAST
+from qkvcache.releases import passing
 from tests.matrix import ATTENTION, CUT_FREE, POLICIES, UNSUPPORTED, covering, model, slowly
 from tests.reference import ZONES, assert_close, count_decoded_layers, forward
 from tests.seeds import SEED
@@ -232,7 +233,7 @@ def test_any_cut_of_a_static_text_keeps_the_same(name, attention):
 def assert_generate_equals_a_loop(network, ours, manual, ids, mask, chunk):
     """`generate` through `ours` gives the tokens of a loop of forwards through `manual`, for prompts `[3, 29]` in chunks of 7 or whole."""
     options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "prefill_chunk_size": chunk}
-    expected = network.generate(input_ids=ids, attention_mask=mask, past_key_values=ours, **options)
+    expected = network.generate(input_ids=ids, attention_mask=mask, **passing(ours), **options)
     sizes, begin = ([7] * 4 + [1] if chunk else [29]), 0
     for size in sizes + [1] * 9:
         logits = forward(network, manual, ids, mask, begin, begin + size)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from qkvcache import CompressedCache, TurboQuantCache, formats, policies
+from qkvcache.releases import passing
 from tests.matrix import POLICIES, covering, model
 
 ZONES = {"num_sink_tokens": 2, "residual_length": 8}
@@ -50,7 +51,7 @@ def made(architecture: str, name: str, kind=CompressedCache) -> CompressedCache:
 
 @torch.no_grad()
 def read(cache, ids: torch.Tensor, architecture: str, **options) -> torch.Tensor:
-    return model(architecture)(ids, past_key_values=cache, **options).logits
+    return model(architecture)(ids, **passing(cache), **options).logits
 
 
 def filled(architecture: str, name: str) -> CompressedCache:
@@ -89,11 +90,11 @@ def test_a_cache_on_a_gpu_changes_hands(name, tmp_path):
     @torch.no_grad()
     def answers(cache, begin: int = 100) -> list[torch.Tensor]:
         cuts = [(begin, begin + 1), (begin + 1, begin + 6), (begin + 6, begin + 7)]
-        return [network(ids[:, first:last], past_key_values=cache).logits for first, last in cuts]
+        return [network(ids[:, first:last], **passing(cache)).logits for first, last in cuts]
 
     cache = made("llama", name)
     with torch.no_grad():
-        network(ids[:, :100], past_key_values=cache)
+        network(ids[:, :100], **passing(cache))
     others = [by_torch(cache)]
     if name != "evicting_preallocated":
         cache.save(tmp_path / "cache")
@@ -101,7 +102,7 @@ def test_a_cache_on_a_gpu_changes_hands(name, tmp_path):
     if name in SEEN:
         source = DynamicCache(config=network.config)
         with torch.no_grad():
-            network(ids[:, :100], past_key_values=source)
+            network(ids[:, :100], **passing(source))
         others.append(CompressedCache.from_cache(source, network.config, **ZONES, **KINDS[name]))
     expected = answers(cache)
     for other in others:

@@ -22,6 +22,7 @@ from qkvcache.kernels.tables import tables
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.policies import H2O, AdaKV, KeyDiff, Policy
+from qkvcache.releases import passing
 from qkvcache.storage import GROUP
 from tests.launches import counted
 from tests.matrix import FORMATS as REGISTRY
@@ -219,8 +220,8 @@ def test_a_layer_of_a_step_makes_few_calls(monkeypatch):
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
     network, ids = model("llama"), torch.randint(3, 100, (1, 200))
     cache = CompressedCache(network.config, format="turboquant_4bit_nc")
-    network(ids, past_key_values=cache)
+    network(ids, **passing(cache))
     monkeypatch.setattr(GridExecutor, "__call__", lambda kernel, *args, **kwargs: None)
-    network(ids[:, :1], past_key_values=cache)
-    calls = calls_of_a_layer(lambda: network(ids[:, :1], past_key_values=cache))
+    network(ids[:, :1], **passing(cache))
+    calls = calls_of_a_layer(lambda: network(ids[:, :1], **passing(cache)))
     assert 0 < len(calls) <= MOST_CALLS["decode"], calls
