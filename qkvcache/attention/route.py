@@ -33,7 +33,7 @@ from .full import NAME, full_attention
 from .latents import ExpandedKV, restore
 from .masks import Padding, chosen_columns, kernel_options, padding_columns, unknown, visible
 from .observer import attend_observed
-from .padding import report_attention
+from .padding import awaited, report_attention
 from .uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -182,6 +182,8 @@ def _attend(
     *args: Any, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`route` for keys and values of one `update`; `given`: the model's mask."""
+    if awaited:
+        report_attention(implementation, module, query, key.attention_inputs, given, kwargs)
     if query.shape[2] > 1:
         notice_again(implementation, module, query, key, given, kwargs)
     if key.observer is not None:

@@ -192,7 +192,8 @@ def test_steps_of_heads_that_share_a_budget(monkeypatch):
 
 
 FILES = [
-    "caches/base.py", "layers/compressed.py", "storage/storage.py", "autocast.py", "kernels/pages.py", "storage/paged.py",
+    "caches/base.py", "layers/compressed.py", "storage/storage.py", "caches/steps.py", "autocast.py", "kernels/pages.py",
+    "storage/paged.py",
     "kernels/triton_store.py", "kernels/launch.py", "attention/compressed_kv.py", "attention/route.py", "attention/masks.py",
     "kernels/dispatch.py", "kernels/fused.py",
 ]  # fmt: skip
