@@ -191,9 +191,12 @@ class NewTokens:
     causal: bool
 
 
-def new_tokens(implementation: str, module: Any, mask: Any, batch: int, queries: int, device: torch.device) -> NewTokens:
-    """The part over the last `queries` tokens of the `mask` given to the attention `module`."""
-    new = mask_of_new(implementation, mask, batch, queries, device)
+def new_tokens(
+    implementation: str, module: Any, mask: Any, batch: int, queries: int, device: torch.device, tokens: int | None = None
+) -> NewTokens:
+    """The part over the last `queries` of `tokens` tokens of the `mask` given to the attention `module`. `tokens`: the columns of the mask
+    that stand for tokens; None: all."""
+    new = mask_of_new(implementation, mask, batch, queries, device, tokens)
     if new is None:
         return NewTokens(None, None, True)
 
@@ -202,28 +205,45 @@ def new_tokens(implementation: str, module: Any, mask: Any, batch: int, queries:
         causal = new.dtype == torch.bool and new.shape[1] == 1 and (queries == 1 or _hides_columns(new))
         return None if bool(valid.all()) else valid.clone(), causal  # a view would keep the mask alive
 
-    is_valid, causal = once("new", mask, (queries,), module, find)
+    is_valid, causal = once("new", mask, (queries, tokens), module, find)
     return NewTokens(new, None if is_valid is None else is_valid.to(device), causal)
 
 
-def mask_of_new(implementation: str, mask: Any, batch: int, queries: int, device: torch.device) -> Tensor | None:
-    """`NewTokens.mask` of the last `queries` tokens."""
+def mask_of_new(implementation: str, mask: Any, batch: int, queries: int, device: torch.device, tokens: int | None = None) -> Tensor | None:
+    """`NewTokens.mask` of the last `queries` of `tokens` tokens."""
     if mask is None:
         return None
     if isinstance(mask, BlockMask):
         rows, q = torch.arange(batch, device=device)[:, None, None], torch.arange(queries, device=device)
-        shown = mask.mask_mod(rows, rows * 0, q[None, :, None], q[None, None, :] + mask.shape[-1] - queries)
+        columns = min(mask.shape[-1], tokens or mask.shape[-1])
+        shown = mask.mask_mod(rows, rows * 0, q[None, :, None], q[None, None, :] + columns - queries)
         return shown.expand(batch, queries, queries)[:, None]
     if "flash" in implementation:
         return _causal(queries, device) & mask[:, None, None, -queries:].bool()
-    return mask[..., -queries:]
+    return mask[..., :tokens][..., -queries:]
 
 
 def sees_itself(new: Tensor, batch: int) -> Tensor:
     """Whether each new token attends to itself, bool `[B, Q]`: padding does not."""
-    diagonal = new[:, 0].diagonal(dim1=-2, dim2=-1)
-    diagonal = diagonal if diagonal.dtype == torch.bool else diagonal > torch.finfo(diagonal.dtype).min / 2
-    return diagonal.expand(batch, -1)
+    return _visible(new[:, 0].diagonal(dim1=-2, dim2=-1)).expand(batch, -1)
+
+
+def sees_itself_at(implementation: str, mask: Any, batch: int, queries: int, begin: Tensor) -> Tensor | None:
+    """`sees_itself` for new tokens in the columns of transformers' `mask` from `begin` on, int64 `[]`; None: all do. For compiled code."""
+    if mask is None:
+        return None
+    if "flash" in implementation:
+        return mask[:, -queries:].bool()
+    query = torch.arange(queries, device=begin.device)
+    if isinstance(mask, BlockMask):
+        row = torch.arange(batch, device=begin.device)[:, None]
+        return mask.mask_mod(row, row * 0, query, begin + query).expand(batch, queries)
+    return _visible(mask[:, 0].gather(-1, (begin + query)[None, :, None].expand(len(mask), -1, 1))[..., 0]).expand(batch, -1)
+
+
+def _visible(mask: Tensor) -> Tensor:
+    """A mask as bool."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 def _causal(queries: int, device: torch.device) -> Tensor:

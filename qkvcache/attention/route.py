@@ -33,7 +33,7 @@ from .full import NAME, full_attention
 from .latents import ExpandedKV, restore
 from .masks import Padding, chosen_columns, kernel_options, padding_columns, unknown, visible
 from .observer import attend_observed
-from .padding import report_attention
+from .padding import awaited, report_attention
 from .plan import AttentionPlan
 from .uncompiled import uncompiled
 
@@ -158,7 +158,7 @@ def route(
 ) -> tuple[Tensor, Tensor | None]:
     """Calls `stock` for plain tensors; for `CompressedKV`, attends on its attention inputs."""
     given, args = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), args)
-    if type(key) is CompressedKV and not torch.compiler.is_compiling():
+    if type(key) is CompressedKV and not awaited and not torch.compiler.is_compiling():
         running = key.attention_inputs.running
         plan = None if running is None else running.plan
         if plan is not None and plan.serves(implementation, module, query, key, value, given, kwargs):
@@ -188,6 +188,8 @@ def _attend(
     *args: Any, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`route` for keys and values of one `update`; `given`: the model's mask."""
+    if awaited:
+        report_attention(implementation, module, query, key.attention_inputs, given, kwargs)
     if query.shape[2] > 1:
         notice_again(implementation, module, query, key, given, kwargs)
     if key.observer is not None:

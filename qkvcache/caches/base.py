@@ -44,6 +44,7 @@ from .biased import BiasedKeys
 from .compress import fill, read_twice
 from .memory import Memory, measured
 from .reread import length_for
+from .steps import Steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -181,27 +182,48 @@ class CompressedCache(DynamicCache):
         if max_length is not None and (self._keeps_all is not None or getattr(self._config, "model_type", None) == "bloom"):
             for layer in ours:  # layers of transformers, and BLOOM's ALiBi, use as many columns for a prompt
                 layer.prompt_columns = max_length
-        self._last_layer: int | None = None
+        self._steps = Steps()
         self._biased_keys = BiasedKeys()
         attention.install()
         kernels.load_ahead()
         warn_if_newer()
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        """Stores keys and values as transformers' Cache does. Raises ValueError for an encoder's states, which would be
-        appended to the decoder's."""
+        """Stores keys and values as transformers' Cache does. Raises ValueError for an encoder's states, which would be appended to the
+        decoder's, and for a step after one that ended between two layers; RuntimeError if two threads use the cache at once."""
         # Outside of an EncoderDecoderCache, a step updates the same layer twice in a row.
-        if self._encoder_decoder and layer_idx == self._last_layer and len(self.layers) > 1:
+        compiling = torch.compiler.is_compiling()
+        if self._encoder_decoder and not compiling and layer_idx == self._steps.last and len(self.layers) > 1:
             self._refuse_bare()
         if layer_idx >= len(self.layers) and self.layer_class_to_replicate is None:
             raise ValueError(
                 f"layer {layer_idx} of a cache for {len(self.layers)} layers: it was made for another model; make a new one from the "
                 "config of this one"
             )
-        self._last_layer = layer_idx
+        if compiling:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._steps.enter(self.layers, layer_idx, "tokens")
         result = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if not torch.compiler.is_compiling() and key_states.shape[2] > 1:
-            self._biased_keys.examine(key_states, layer_idx, self.layers[layer_idx])
+        self._steps.leave(layer_idx)
+        if key_states.shape[2] > 1:
+            self._biased_keys.await_padding(key_states, layer_idx, self.layers[layer_idx], result[0])
+        return result
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs) -> Tensor:
+        """Stores the state of a convolution as transformers' Cache does. Raises as `update` does."""
+        return self._enter(super().update_conv_state, conv_states, layer_idx, state_idx, f"convolution {state_idx}", **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs) -> Tensor:
+        """Stores the state of a recurrence as transformers' Cache does. Raises as `update` does."""
+        return self._enter(super().update_recurrent_state, recurrent_states, layer_idx, state_idx, f"recurrence {state_idx}", **kwargs)
+
+    def _enter(self, update: Callable[..., Tensor], states: Tensor, layer_idx: int, state_idx: int, what: str, **kwargs) -> Tensor:
+        """Calls `update` of a state, `what`, of layer `layer_idx`."""
+        if torch.compiler.is_compiling():
+            return update(states, layer_idx, state_idx, **kwargs)
+        self._steps.enter(self.layers, layer_idx, what)
+        result = update(states, layer_idx, state_idx, **kwargs)
+        self._steps.leave(layer_idx)
         return result
 
     def compress(
@@ -406,13 +428,16 @@ class CompressedCache(DynamicCache):
             warnings.warn(f"{why}: nothing will be compressed{evicted}", stacklevel=3 + 2 * (type(self) is not CompressedCache))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last `-tokens_to_remove` tokens; 0 keeps them all."""
+        """Removes the last `-tokens_to_remove` tokens; 0 keeps them all. A step that ended between two layers is taken back before."""
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor
         if tokens_to_remove > 0:  # before any layer is touched
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the count of tokens to remove from the end")
-        for layer in self.layers:
-            _check_crop(layer, tokens_to_remove)
-        super().crop(tokens_to_remove)
+        ahead = self._steps.ahead(self.layers)
+        for layer, more in zip(self.layers, ahead, strict=True):
+            _check_crop(layer, tokens_to_remove - more)
+        for layer, more in zip(self.layers, ahead, strict=True):
+            layer.crop(tokens_to_remove - more)  # type: ignore[union-attr]
+        self._steps.take_over()
         if self.seen_ids is not None:
             self.seen_ids = self.seen_ids[:, : int(self.get_seq_length())]
 
@@ -503,7 +528,10 @@ class CompressedCache(DynamicCache):
                 f"no token comes after the {self.get_seq_length(layer_idx)} that the cache has seen: for another prompt call reset(), or "
                 "pass a new cache; to go on, pass the whole text, longer than the cache"
             )
+        if not torch.compiler.is_compiling():
+            self._steps.masked()
         if self.compile and not torch.compiler.is_compiling():  # all layers make room before a compiled step
+            self._steps.check(self.layers)
             by_column = None if self._config is None else "flash" not in (self._config._attn_implementation or "")
             for layer in self.layers:
                 if isinstance(layer, CompressedLayer):
@@ -550,7 +578,7 @@ class CompressedCache(DynamicCache):
         tokens as the cache has seen, or of as many; it warns of others that are not longer; another prompt that is longer is not noticed.
         """
         super().reset()
-        self._last_layer = self.seen_ids = None
+        self._steps, self.seen_ids = Steps(), None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorders the rows, as in transformers' Cache."""

@@ -85,9 +85,10 @@ def _mean(x: Tensor, is_valid: Tensor | None) -> Tensor:
     return mean.where(mean.isfinite().all(-1, keepdim=True), 0).float()
 
 
-def mean_energy(x: Tensor) -> Tensor:
-    """The energy of the means of channels over that of their variation, fp32 `[B, H]`, of keys `[B, H, T, D]`."""
-    mean, square, _ = _moments(x, None)
+def mean_energy(x: Tensor, is_valid: Tensor | None = None) -> Tensor:
+    """The energy of the means of channels over that of their variation, fp32 `[B, H]`, of keys `[B, H, T, D]`. `is_valid`: as of
+    `Codec.calibrate`."""
+    mean, square, _ = _moments(x, is_valid)
     mean, square = (energy.sum(-1).squeeze(-1) for energy in (mean.square(), square))
     return (mean / (square - mean).clamp_min(torch.finfo(mean.dtype).tiny)).float()
 

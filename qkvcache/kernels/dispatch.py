@@ -309,6 +309,11 @@ def copy_index(pages: Pages, tokens: int, begin: int | None = None) -> None:
         _module("triton_fetch_blocks").index_of(pages, tokens, begin)()
 
 
+def calibrate(inputs: PagedInputs, begun: Tensor, x: Pair, is_valid: Tensor | None) -> None:
+    """`pages.calibrate` of the pages of `inputs`, in compiled code."""
+    torch.ops.qkvcache.calibrate(inputs.handle, ORDER[x[0].device], begun, *x, is_valid)
+
+
 def step(inputs: PagedInputs, x: Pair) -> None:
     """Stores keys and values `[B, H, T, D]`, counting on the device: `pages.step`, in one launch where there is a kernel."""
     if torch.compiler.is_compiling():

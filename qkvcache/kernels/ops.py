@@ -17,7 +17,7 @@ from . import dispatch
 from .attend import OPTIONS as NAMES
 from .evict import StaticTensors
 from .handles import inputs_of
-from .pages import differ
+from .pages import calibrate, differ
 
 HANDLE = "Tensor handle, Tensor order"
 OPTIONS = "Tensor? sinks, Tensor? observed, float? scaling, float? softcap, bool? causal"
@@ -75,6 +75,11 @@ def _step(handle, order, key, value):
                 "cache.reset() and cache.early_initialization(...) before"
             )
     dispatch.step(inputs, (key, value))
+
+
+@_operator("calibrate", f"{HANDLE}, Tensor begun, Tensor key, Tensor value, Tensor? is_valid", mutates=["order", "begun"])
+def _calibrate(handle, order, begun, key, value, is_valid):
+    calibrate(inputs_of(handle).pages, begun, (key, value), is_valid)
 
 
 @_operator("unfold", f"{HANDLE}, SymInt columns, Tensor key, Tensor value", "(Tensor, Tensor)")

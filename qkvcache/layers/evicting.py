@@ -230,13 +230,14 @@ class EvictingLayer(CompressedLayer):
         step, storage = self.step, self.storage
         if step is None or storage is None or not step.observed:
             return
-        self.step = None
+        step.observed = False  # until the end, so that the step after an interruption is refused
         if step.attention_sums is not None:
             queries = step.keys.shape[2] if step.is_valid is None else step.is_valid.sum(-1, dtype=torch.float32)[:, None, None]
             storage.metadata.observe(step.attention_sums, queries)
         storage.evict()
-        if self.is_compileable:
+        if self.is_compileable and storage.tokens.calibrated:
             storage.to_static()
+        self.step = None
 
     # The interface of `generate`.
 

@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 )
 
 from ..caches import CompressedCache
+from ..caches.steps import Steps
 from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
 from ..layers.hybrid import HybridLayer
@@ -80,7 +81,7 @@ class CacheTemplate:
         new = copy.copy(self._cache)
         new.layers = self.layers()
         if isinstance(new, CompressedCache):
-            new._last_layer = None
+            new._steps = Steps()
         return new
 
     def check(self, stored: Sequence[Snapshot], tokens: int, checkpoints: Checkpoints) -> None:

@@ -198,6 +198,7 @@ class EvictingStorage(LayerStorage):
         if not self.tokens.calibrated:
             is_valid = None if metadata.row_lengths is None else metadata.residual["positions"][:, 0] >= 0
             self.tokens.calibrate(self.residual, is_valid)
+            self.tokens.calibrated = self.tokens.calibrated or bool(self.tokens.begun.all())
         if not self.sinks_full:
             self._fill_sinks()
         if metadata.has_gaps and (self.residual_length or self.num_sink_tokens or metadata.ragged):
