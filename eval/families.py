@@ -257,7 +257,8 @@ def cells(name: str) -> dict[str, Any]:
     try:
         row["by hand"] = by_hand(name)
         of = Family(name)
-        of.base  # noqa: B018
+        if again := difference(of.generate(of.ids, of.dynamic(), of.forced), of.base):
+            return row | {"absent": f"DynamicCache does not repeat itself: {again}"}
         layers = DynamicCache(config=of.config).layers
     except TimeoutError:
         raise
