@@ -140,7 +140,7 @@ def test_many_tokens_in_chunks_keep_what_a_dense_layer_keeps(monkeypatch, name, 
         cache = CompressedCache(network.config, policy=POLICIES[name](20), format=format, num_sink_tokens=2, residual_length=3)
         with monkeypatch.context() as patch, count_decoded_layers() as decoded:
             if not chunked:
-                patch.setattr(route, "_in_chunks", lambda *args: False)
+                patch.setattr(route, "supports", lambda *args: False)
             logits = run(network, cache, sizes, inputs(length=sum(sizes)))
         assert bool(decoded) != chunked
         found.append((kept(cache), torch.cat(logits)))
