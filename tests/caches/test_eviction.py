@@ -245,7 +245,7 @@ def assert_generate_equals_a_loop(network, ours, manual, ids, mask, chunk):
 
 
 @pytest.mark.parametrize("chunk", slowly([None, 7], [7]))
-@pytest.mark.parametrize("name", slowly(POLICIES, ["sink_window", "h2o", "snapkv", "keydiff_values", "knorm", "expected_attention"]))
+@pytest.mark.parametrize("name", slowly(POLICIES, ["sink_window", "h2o", "snapkv", "keydiff", "knorm", "expected_attention"]))
 def test_generate_equals_a_manual_loop(name, chunk):
     network, (ids, mask) = model("llama", layers=2), inputs(PADS, 29)
     ours, manual = (CompressedCache(network.config, policy=POLICIES[name](14)) for _ in range(2))
