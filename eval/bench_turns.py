@@ -9,7 +9,7 @@ turns      a Llama of 8 layers of the 8B shape in bf16 holds the past and reads 
            in the rows too. 32 new tokens are a chunk of `qkvcache eval`. Peak memory is what is allocated beside the weights and the cache.
 attention  one layer's attention of new tokens over the past and themselves, GPU time, beside the best bf16 attention of torch: flash, cuDNN
            and memory-efficient attention, each with the heads of a group as rows or told of the groups, without a mask, over as many
-           tokens. Over a compressed past, where cuDNN attends in time (`kernels/attend_chunked.py`), it does so from the second call on.
+           tokens.
 prefix     time to the first token of a prompt of 32,768 stored tokens and 256 others: with a `PrefixStore`, and computed.
 """
 
@@ -19,7 +19,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +31,7 @@ from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache, PrefixStore
-from qkvcache.attention.route import on_codes
-from qkvcache.kernels import attend_chunked as chunks
+from qkvcache.attention.route import path_of
 from qkvcache.kernels import attend_on_codes
 from qkvcache.kernels.attend_chunked import attend_chunked
 from qkvcache.releases import passing
@@ -112,10 +110,10 @@ def compressed_attention(format: str, rows: int, queries: int, config: LlamaConf
     inputs = cache.update(key, value, 0)[0].attention_inputs
 
     def attend() -> object:
-        return attend_on_codes(query, inputs, causal=True) if on_codes(query, inputs) else attend_chunked(query, inputs)
+        in_chunks = path_of("sdpa", query, inputs) == "chunks"
+        return attend_chunked(query, inputs) if in_chunks else attend_on_codes(query, inputs, causal=True)
 
-    with mock.patch.object(chunks, "PLAN_FLOPS", 1):
-        return {"cache": format, "rows": rows, "new": queries, "us": queued_us(attend)}
+    return {"cache": format, "rows": rows, "new": queries, "us": queued_us(attend)}
 
 
 def prefix(model: PreTrainedModel, format: str) -> dict:

@@ -33,11 +33,10 @@ from .masks import NewTokens, joined, joined_by_head, kernel_options, mask_of_ne
 
 
 def attend_observed(
-    stock: Callable, implementation: str, few: bool, chunked: bool, module: torch.nn.Module, query: Tensor, key: CompressedKV,
-    value: CompressedKV, mask: Any, *args: Any, **kwargs: Any,
+    stock: Callable, implementation: str, path: str, module: torch.nn.Module, query: Tensor, key: CompressedKV, value: CompressedKV,
+    mask: Any, *args: Any, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`route` for an evicting layer. `few`: attention on the codes is faster than dequantizing them first; `chunked`:
-    `attend_chunked` supports these tensors."""
+    """`route` for an evicting layer. `path`: that of `path_of`."""
     observer = key.observer
     if observer.is_static and query.shape[2] == 1:
         return _attend_static(stock, implementation, module, query, key, value, mask, *args, **kwargs)
@@ -50,11 +49,11 @@ def attend_observed(
     observed = _query_weights(policy.observation_window, policy.decay, new.is_valid, query)
     last = _last(policy.observation_window, new.is_valid, queries)
     in_order = in_order and (valid() is None if mask is None else mask.shape[-1] == tokens)  # layers of a kind share it
-    chunked = chunked and new.causal
+    on_path = path == "codes" or (path == "chunks" and new.causal)
     if paged and "eager" not in implementation and implementation != "sdpa":
         stock, implementation = full_attention, NAME  # the masks of flash and flex are the same for all heads
-    if not in_order and (few or chunked) and "eager" not in implementation and not kwargs.get("dropout"):
-        if chunked and not few:
+    if not in_order and on_path and "eager" not in implementation and not kwargs.get("dropout"):
+        if path == "chunks":
             hidden = None if (shown := valid()) is None else ~shown
             counted = None if observed is None else observed[:, last]
             out, _, attention_sums = attend_chunked(query, key.attention_inputs, hidden, observed=counted, **options)

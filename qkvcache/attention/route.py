@@ -3,10 +3,10 @@
 The first cache calls `install`; importing the library changes nothing. `route` gets the query, keys and values (`CompressedKV`), the mask
 and the model's keywords:
 
-    sdpa, flash, flex, qkvcache   few queries attend on the codes; many attend on the codes in tiles or, if there is no
-                                  kernel or cuDNN is faster, on chunks of the past that are dequantized one at a time.
-                                  The layer is dequantized for the stock kernel if the mask is not just causality and
-                                  padding, and for softcap under flash and flex, whose kernels have it
+    sdpa, flash, flex, qkvcache   the path of the table in `path_of`: few queries attend on the codes; many attend on the
+                                  codes in tiles or, if there is no kernel, on chunks of the past that are dequantized one
+                                  at a time. The layer is dequantized for the stock kernel if the mask is not just
+                                  causality and padding
     eager, and those that users   the function itself, which may have semantics of its own; its two matmuls, or torch's
     register                      `scaled_dot_product_attention`, run on the codes (`compressed_kv.py`)
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ..autocast import with_autocast, without_autocast
 from ..kernels import AttentionInputs, attends_in_tiles, on_triton
-from ..kernels.attend_chunked import CHUNK_BYTES, attend_chunked, cudnn_pays, supports
+from ..kernels.attend_chunked import CHUNK_BYTES, attend_chunked, supports
 from .again import notice_again
 from .compressed_kv import CompressedKV, Form, as_the_model_has_them, of_one_update, warn_once
 from .full import NAME, full_attention
@@ -40,14 +40,11 @@ from .uncompiled import uncompiled
 if TYPE_CHECKING:
     from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
-MAX_QUERIES = 16
-"""The most queries for which torch attends on the codes: the scores of more, in fp32, would exceed a dequantized layer."""
 MAX_FUSED_ROWS = 384
-"""The most rows, queries times query heads of a KV head, for the decode kernel: beyond 400 dequantizing is faster (`eval/bench_kernels.py`,
-"chunk")."""
-MOST_TILE_ROWS = 1024
-"""The most query rows of a KV head for which the kernel for many rows is always chosen. For more, chunks are faster once cuDNN has plans
-(`kernels/attend_chunked.py`; `eval/results/past.jsonl`, "attention by kernel")."""
+"""The most query rows, queries times query heads of a KV head, for kernels that read codes under any mask."""
+MAX_QUERIES = 16
+"""The most queries for which torch attends on the codes."""
+Path = Literal["codes", "tiles", "chunks", "dense"]
 
 STANDARD = ("sdpa", "flex_attention", NAME)
 """Attention implementations that kernels of this library may replace, beside those with `flash` in their name."""
@@ -123,34 +120,32 @@ def installed() -> bool:
     return bool(_stock)
 
 
-def _few(query: Tensor, attention_inputs: AttentionInputs) -> bool:
-    """Whether attention on the codes is faster than dequantizing them, under any mask."""
-    paged = attention_inputs.paged
-    if query.shape[2] == 1 or (paged is not None and paged.selects(query)):
-        return True
-    if on_triton(query.device):
-        return query.shape[2] * query.shape[1] <= MAX_FUSED_ROWS * attention_inputs.key.shape[1]
-    return query.shape[2] <= MAX_QUERIES
+def path_of(
+    implementation: str, query: Tensor, attention_inputs: AttentionInputs, softcap: float | None = None, observed: bool = False
+) -> Path:
+    """The first row of this table that serves queries `[B, Hq, Q, D]`. Rows below the first are for causal attention that hides nothing
+    but whole columns; under other masks, the model's own function takes their place.
 
-
-def on_codes(query: Tensor, attention_inputs: AttentionInputs, columns: Tensor | None = None) -> bool:
-    """Whether causal attention of `query` is faster on the codes than on chunks. `columns`: the columns that are not
-    padding, bool `[B, 1, 1, T]`; None: all. May count the call in `cudnn_pays`."""
-    if _few(query, attention_inputs):
-        return True
-    if not attends_in_tiles(query, attention_inputs, columns):
-        return False
-    heads, tokens = attention_inputs.key.shape[1], attention_inputs.paged.max_length
-    if query.shape[1] * query.shape[2] <= MOST_TILE_ROWS * heads:
-        return True
-    if 8 * query.numel() > CHUNK_BYTES:  # two or more partial outputs in fp32
-        return False
-    return not cudnn_pays(query, heads, tokens)
-
-
-def _in_chunks(implementation: str, query: Tensor, key: CompressedKV, options: dict[str, Any]) -> bool:
-    """Whether `attend_chunked` supports these tensors and, without loss of speed, these options."""
-    return (implementation in ("sdpa", NAME) or options.get("softcap") is None) and supports(query, key.attention_inputs)
+        codes    one query, queries that read chosen blocks, up to 384 rows; in torch up to 16 queries
+                     Each code is read once, under any mask. Beyond 400 rows, dequantizing is faster (`eval/bench_kernels.py`, "chunk").
+                     In torch, the scores of more queries, in fp32, would exceed a dequantized layer.
+        tiles    more rows, where `attends_in_tiles`, if nobody observes the weights and the outputs in fp32 have at most CHUNK_BYTES
+                     A code is dequantized once for up to 128 rows. Larger outputs would take more memory than chunks.
+        chunks   eager inference in dtypes of flash attention, without a softcap under flash and flex
+                     Memory is bounded. In torch a softcap is slow, which those two have in their kernels.
+        dense    everything else
+                     The model's own function has every option, and gradients.
+    """
+    paged, queries = attention_inputs.paged, query.shape[2]
+    rows = queries * query.shape[1] // attention_inputs.key.shape[1]
+    few = rows <= MAX_FUSED_ROWS if on_triton(query.device) else queries <= MAX_QUERIES
+    if few or queries == 1 or (paged is not None and paged.selects(query)):
+        return "codes"
+    if not supports(query, attention_inputs) or (softcap is not None and implementation not in ("sdpa", NAME)):
+        return "dense"
+    if not observed and 8 * query.numel() <= CHUNK_BYTES and attends_in_tiles(query, attention_inputs):
+        return "tiles"
+    return "chunks"
 
 
 def route(
@@ -194,8 +189,9 @@ def _attend(
         notice_again(implementation, module, query, key, given, kwargs)
     if key.observer is not None:
         _refuse_by_column(implementation, module, kwargs)
-        ways = _few(query, key.attention_inputs), _in_chunks(implementation, query, key, kwargs)
-        return attend_observed(stock, implementation, *ways, module, query, key, value, given, *args, **kwargs)
+        softcap = kernel_options(implementation, query, kwargs)["softcap"]
+        path = path_of(implementation, query, key.attention_inputs, softcap, observed=True)
+        return attend_observed(stock, implementation, path, module, query, key, value, given, *args, **kwargs)
     queries, tokens = query.shape[2], key.side.shape[2]
     mask = given
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[3] > tokens:
@@ -235,10 +231,10 @@ def _attend_on_codes(
     `mask`: the mask `given` by transformers without columns after the tokens."""
     queries, tokens, options = query.shape[2], key.side.shape[2], kernel_options(implementation, query, keywords)
     if isinstance(key, ExpandedKV):
-        few, supported = not key.expansion.in_blocks(query), options["softcap"] is None and options["sinks"] is None
+        supported, path = options["softcap"] is None and options["sinks"] is None, "codes"
     else:
-        few = _few(query, key.attention_inputs)
-        supported = few or _in_chunks(implementation, query, key, keywords)
+        path = path_of(implementation, query, key.attention_inputs, options["softcap"])
+        supported = path != "dense"
     if names := unknown(implementation, keywords):
         warn_once(f"attention called with {', '.join(names)}, which only {implementation} knows: each step dequantizes the whole layer")
     if keywords.get("dropout") or names or not supported:
@@ -252,12 +248,11 @@ def _attend_on_codes(
     hidden = padding.columns
     if padding.fits:  # causality costs a kernel less than a mask of queries x tokens
         shown, causal = None if hidden is None else ~hidden[:, None, None], True
-    if isinstance(key, ExpandedKV):
-        if not few and padding.fits:
-            return key.expansion.attend_blocks(query, hidden, scaling=options["scaling"])
-    elif not few and not padding.fits:
+    if isinstance(key, ExpandedKV) and padding.fits and key.expansion.in_blocks(query):
+        return key.expansion.attend_blocks(query, hidden, scaling=options["scaling"])
+    if path != "codes" and not padding.fits:
         return None
-    elif not few and not on_codes(query, key.attention_inputs, shown):
+    if path == "chunks":
         return attend_chunked(query, key.attention_inputs, hidden, shown_from=padding.shown_from, **options)[0]
     if plan := AttentionPlan.of(implementation, module, query, key, given, keywords, shown, options | {"causal": causal}):
         key.attention_inputs.running.plan = plan  # type: ignore[union-attr]

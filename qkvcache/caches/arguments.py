@@ -17,13 +17,6 @@ from ..kernels.pages import WHOLE
 from ..policies import Policy, check_count
 from ..releases import CACHE_ARGUMENT
 
-FORMER = {
-    "exact_first": "num_sink_tokens",
-    "exact_recent": "residual_length",
-    "exact_layers": "skip_layers",
-    "window": "window_length",
-}
-"""Options by their names before 0.3."""
 LEAST_READ, LEAST_AUTO = 512, 2048
 """The fewest tokens that attention reads under a budget that is a share, and under "auto"."""
 OWN_ATTENTION = frozenset((
@@ -66,7 +59,7 @@ def refuse_unknown(cache: DynamicCache, options: Mapping[str, object], format: F
     for name, value in options.items():
         kinds = type(cache).__mro__[: type(cache).__mro__.index(DynamicCache)]
         known = dict.fromkeys(word for kind in kinds for word in _keywords(kind))
-        fix = f"it is {FORMER[name]} now" if FORMER.get(name) in known else hint(name, known)
+        fix = hint(name, known)
         for word, module, part in (("format", "formats", format), ("policy", "policies", policy)):
             if isinstance(part, Format | Policy) and name in _keywords(type(part)):
                 fix = f"it is the {word}'s: CompressedCache(config, {word}={module}.{type(part).__name__}({name}={value!r}))"

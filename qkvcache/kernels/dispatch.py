@@ -145,9 +145,9 @@ def fuses(module: str, inputs: PagedInputs, query: Tensor, *others: Any) -> bool
     return supported
 
 
-def attends_in_tiles(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None) -> bool:
-    """Whether the fused kernel for many rows serves causal attention to these inputs, and is faster than dequantizing them, which reads
-    pages in host memory once."""
+def attends_in_tiles(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None) -> bool:
+    """Whether the fused kernel for many rows serves causal attention to these inputs. Dequantizing is faster where pages lie in host
+    memory, which it reads once."""
     inputs = attention_inputs.paged
     if inputs is None or inputs.pages.index or torch.compiler.is_compiling() or not on_triton(query.device):
         return False

@@ -50,8 +50,6 @@ class ExpectedAttention(Policy):
         check_count("n_future_positions", self.n_future_positions, 1, of="positions")
         if not self.epsilon >= 0:
             raise ValueError(f"epsilon={self.epsilon!r}: must be 0 or more")
-        if self.value_norm:
-            raise ValueError("value_norm=True: the scores of ExpectedAttention have the values' norms in them; leave it out")
         super().__post_init__()
 
     def arrive(self, statistics: dict[str, Tensor], tokens: Arrivals) -> tuple[dict[str, Tensor], Tensor]:

@@ -29,7 +29,7 @@ def no_tokens(policy: Policy, like: Tensor) -> TokenFields:
     wanted = {
         "score": policy.has_scores,
         "key_norm": policy.needs_norms,
-        "value_norm": policy.needs_value_norms,
+        "value_norm": policy.needs_norms,
     }
     none = torch.empty(*like.shape[:2], 0, dtype=torch.float32, device=like.device)
     return fields | {name: none.clone() for name, kept in wanted.items() if kept}

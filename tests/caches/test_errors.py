@@ -185,20 +185,6 @@ def test_a_cache_with_tokens_is_initialized(kind):
         list(cache)
 
 
-@pytest.mark.parametrize(
-    ("kind", "former", "name"),
-    [
-        (NVFP4Cache, "exact_first", "num_sink_tokens"),
-        (NVFP4Cache, "exact_recent", "residual_length"),
-        (NVFP4Cache, "exact_layers", "skip_layers"),
-        (SinkCache, "window", "window_length"),
-    ],
-)
-def test_a_former_name_of_an_option_is_told(kind, former, name):
-    with pytest.raises(TypeError, match=f"{former}=4: it is {name} now"):
-        kind(CONFIG, **{former: 4})
-
-
 @pytest.mark.parametrize("indices", [1, torch.tensor(1), [[0], [1]]])
 def test_rows_to_keep_are_several(indices):
     cache = CompressedCache(CONFIG, format="int8")

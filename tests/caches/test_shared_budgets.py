@@ -22,7 +22,7 @@ from tests.matrix import ATTENTION, FORMATS, SHARED, model, slowly
 from tests.reference import ZONES, assert_close, count_decoded_layers, forward
 from tests.tolerance import TURNED, of_model, turned
 
-FEW = ["snapkv", "h2o_value_norm"]
+FEW = ["snapkv", "h2o"]
 POLICY = SHARED["snapkv"](15)
 
 

@@ -77,7 +77,7 @@ def test_models(name):
 
 IN_LAYERS = [
     *(("llama", *pair) for pair in covering(ALL_POLICIES, COVER, strength=1)),
-    *(("phi3", *pair) for pair in covering(["none", "keydiff_values", "h2o_share"], COVER, strength=1)),
+    *(("phi3", *pair) for pair in covering(["none", "keydiff", "h2o_share"], COVER, strength=1)),
 ]
 
 

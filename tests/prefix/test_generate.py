@@ -143,7 +143,7 @@ def state(cache) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "on_disk"),
-    covering([*slowly(POLICIES, ["sink_window", "h2o", "snapkv", "keydiff_values", "custom"]), "shared_budget"], [False, True], strength=1),
+    covering([*slowly(POLICIES, ["sink_window", "h2o", "snapkv", "keydiff", "custom"]), "shared_budget"], [False, True], strength=1),
 )
 def test_evicting_caches_come_back_whole(name, on_disk, tmp_path):
     policy = SHARED["snapkv"](24) if name == "shared_budget" else POLICIES[name](24)
