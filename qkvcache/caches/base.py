@@ -75,11 +75,11 @@ class CompressedCache(DynamicCache):
     Args:
         config: the model's config. Optional where every layer has full attention.
         format: a registry name (`qkvcache.formats.REGISTRY`) or a Format; a sequence of these, one for each
-            full-attention layer, those of `skip_layers` included; or the path of a calibration file with one format for
-            each layer (`qkvcache calibrate`). With a policy, None keeps tokens in the model's dtype. A format with
-            `center=False` warns once if the keys of a prompt have a large mean. With others of fewer than 8 bits, a
-            layer whose keys have an outlying channel stores its keys in int8, and the cache warns once; formats of a
-            sequence or of a file stay as they are.
+            full-attention layer, those of `skip_layers` included; or the path of a calibration file with one
+            format for each layer (`qkvcache calibrate`). With a policy, None keeps tokens in the model's
+            dtype. A format with `center=False` warns once if the keys of a prompt have a large mean. With
+            others of fewer than 8 bits, a layer whose keys have an outlying channel stores its keys in int8,
+            and the cache warns once; formats of a sequence or of a file stay as they are.
         policy: selects the tokens that are retained: a registry name (`qkvcache.policies.REGISTRY`) or a Policy; None
             retains all. With a policy, exact zones hold only tokens that it protects: at most its `num_sink_tokens`
             first and its `recent` last ones.
@@ -368,8 +368,8 @@ class CompressedCache(DynamicCache):
         index: int | None = None,
         **states: Any,
     ) -> CompressedLayer:
-        """A new full-attention layer in `format` (None: the cache's), the layer `number` of those compressed, and `index`
-        of all (None: the next). `states`: those of `_options_of`."""
+        """A new full-attention layer in `format` (None: the cache's), the layer `number` of those compressed,
+        and `index` of all (None: the next). `states`: those of `_options_of`."""
         if format is None:
             (format,) = self.format.for_layers(1)
         if self.policy is not None:

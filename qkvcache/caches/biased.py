@@ -1,5 +1,5 @@
-"""Keys that few bits break: the warning about biased keys in caches with `center=False`, and in others int8 for
-keys with outlying channels."""
+"""Keys that few bits break: the warning about biased keys in caches with `center=False`, and in others int8
+for keys with outlying channels."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class OutlyingKeys:
         self.said = False
 
     def choose(self, instead: Int8Keys, index: int, keys: Tensor, is_valid: Tensor | None) -> Format | None:
-        """Returns `instead` if the first keys `[B, H, T, D]` of layer `index` have an outlying channel, else None.
-        `is_valid`: bool `[B, T]`, False for padding; None: no padding. Waits for the device."""
+        """Returns `instead` if the first keys `[B, H, T, D]` of layer `index` have an outlying channel, else
+        None. `is_valid`: bool `[B, T]`, False for padding; None: no padding. Waits for the device."""
         if (ratio := outlying(keys, is_valid)) <= OUTLYING:
             return None
         if not self.said:

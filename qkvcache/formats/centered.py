@@ -90,8 +90,8 @@ def _shrunk(mean: Tensor, square: Tensor, count: int | Tensor) -> Tensor:
 
 
 def spread(x: Tensor, is_valid: Tensor | None) -> Tensor:
-    """The mean square of each channel around the mean that is subtracted, fp32 `[B, H, 1, D]`, over the tokens of `x`
-    `[B, H, T, D]` that are `is_valid` (bool `[B, T]`; None: all)."""
+    """The mean square of each channel around the mean that is subtracted, fp32 `[B, H, 1, D]`, over the
+    tokens of `x` `[B, H, T, D]` that are `is_valid` (bool `[B, T]`; None: all)."""
     mean, square, count = _moments(x, is_valid)
     center = _shrunk(mean, square, count)
     return (square - 2 * center * mean + center.square()).clamp_min(0).float()

@@ -119,8 +119,9 @@ class CompressedLayer(CacheLayerMixin):
         self.made_with, self.chosen = format, False
         """The format before the keys of a text were seen, and whether they chose `format`."""
         self.instead: Callable[[Tensor, Tensor | None], Format | None] | None = None
-        """Chooses the format by the first `LEAST` or more keys `[B, H, T, D]` and their validity `[B, T]`, before one of
-        them is quantized: its result takes the place of `format`, unless it is None. None: the format stays."""
+        """Chooses the format by the first `LEAST` or more keys `[B, H, T, D]` and their validity `[B, T]`,
+        before one of them is quantized: its result takes the place of `format`, unless it is None. None: the
+        format stays."""
         self.is_compileable = self.supports_early_init = compile or max_length is not None
         self.storage = None
         self.pending: Pair | None = None
@@ -284,8 +285,8 @@ class CompressedLayer(CacheLayerMixin):
     @torch.no_grad()
     @without_autocast()
     def store_pending(self, attention: PlainAttention | None, is_valid: Tensor | None = None) -> None:
-        """Stores pending tokens. Statistics come from those that are not padding in `attention`, or without it in
-        `is_valid`, bool `[B, T]`; None: from all tokens."""
+        """Stores pending tokens. Statistics come from those that are not padding in `attention`, or without
+        it in `is_valid`, bool `[B, T]`; None: from all tokens."""
         seq_length = self.get_seq_length()
         storage, (new, self.pending) = self.storage, (self.pending, None)
         if new is not None and storage is not None:
@@ -303,9 +304,9 @@ class CompressedLayer(CacheLayerMixin):
                 self.offload()
 
     def choose_format(self, keys: Tensor, is_valid: Tensor | None = None) -> bool:
-        """Lets `instead` choose the format by keys `[B, H, T, D]`, of which none is quantized yet. Returns whether the
-        format changed, so that the storage has another one. `is_valid`: bool `[B, T]`, False for padding; None: no
-        padding."""
+        """Lets `instead` choose the format by keys `[B, H, T, D]`, of which none is quantized yet. Returns
+        whether the format changed, so that the storage has another one. `is_valid`: bool `[B, T]`, False for
+        padding; None: no padding."""
         if self.instead is None or self.chosen or keys.shape[2] < LEAST:
             return False
         before, self.chosen = self.format, True
@@ -320,7 +321,7 @@ class CompressedLayer(CacheLayerMixin):
 
     @torch.no_grad()
     def _choose_format_late(self, new: Pair | None = None) -> None:
-        """`choose_format` after a prompt that was too short, by its tokens and those of later steps, `new` included."""
+        """`choose_format` after a prompt that was too short, by its tokens and later ones, `new` included."""
         if self.instead is None or self.chosen or self.empty or (storage := self.storage) is None:
             return
         if storage.seq_length + storage.uncounted + (0 if new is None else new[0].shape[2]) < LEAST:

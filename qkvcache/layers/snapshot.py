@@ -293,8 +293,8 @@ def _restore_tokens(layer: Layer, stored: Snapshot, device: torch.device) -> Non
 
 
 def _take_format(layer: CompressedLayer, numbers: dict[str, int]) -> dict[str, int]:
-    """Gives `layer`, which is empty, the format of a snapshot with these `numbers`; returns the other ones. Raises
-    ValueError for a format that layers do not change."""
+    """Gives `layer`, which is empty, the format of a snapshot with these `numbers`; returns the other ones.
+    Raises ValueError for a format that layers do not change."""
     if numbers.get(INT8_KEYS) and not isinstance(layer.format, Int8Keys):
         chosen = Int8Keys.instead_of(layer.format)
         if chosen is None:

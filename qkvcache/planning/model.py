@@ -111,7 +111,8 @@ def has_unknown_states(config: PreTrainedConfig) -> bool:
 
 
 def has_biased_keys(config: PreTrainedConfig) -> bool:
-    """Whether the config says that keys have biases. The attention of Qwen2 and the models made of it always has."""
+    """Whether the config says that keys have biases. The attention of Qwen2 and the models made of it always
+    has."""
     text = text_config(config)
     named = any(getattr(text, name, None) is True for name in ("attention_bias", "qkv_bias", "use_qkv_bias"))
     return named or text.model_type.startswith("qwen2")

@@ -132,7 +132,8 @@ class PagedTokens:
             self.calibrated = is_valid is None
 
     def take_means(self, other: PagedTokens) -> None:
-        """Copies the means of keys, which another codec has, and the other statistics from `other`, whose tokens are not quantized."""
+        """Copies the means of keys, which another codec has, and the other statistics from `other`, whose
+        tokens are not quantized."""
         (keys, values), (old_keys, old_values) = self.statistics, other.statistics
         if "center" in keys:
             keys["center"].copy_(self.codecs[0].rotate(other.codecs[0].unrotate(old_keys["center"])))

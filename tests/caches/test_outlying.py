@@ -1,4 +1,5 @@
-"""Keys with a channel far above the others, which RoPE turns: few bits break them, and a layer that has them chooses int8 for its keys."""
+"""Keys with a channel far above the others, which RoPE turns: few bits break them, and a layer that has them
+chooses int8 for its keys."""
 
 import copy
 import functools
@@ -30,7 +31,8 @@ CHOSEN = [i == BROKEN for i in range(3)]
 
 @functools.cache
 def network(bias: float = 60.0) -> Qwen2ForCausalLM:
-    """A random model whose layer `BROKEN` has a bias on a channel that turns by a radian a token, so that its mean is near zero."""
+    """A random model whose layer `BROKEN` has a bias on a channel that turns by a radian a token, so that its
+    mean is near zero."""
     torch.manual_seed(SEED)
     sizes = {"hidden_size": 128, "intermediate_size": 16, "num_hidden_layers": 3, "vocab_size": 100}
     made = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)).eval()
@@ -120,7 +122,8 @@ def test_only_valid_tokens_count():
 
 @pytest.mark.parametrize("kind", ["growing", "static", "evicting"])
 def test_padding_does_not_choose(kind):
-    """Of 150 tokens, 80 are padding, which is many turns of the bias; the 70 others are of a model without one."""
+    """Of 150 tokens, 80 are padding, which is many turns of the bias; the 70 others are of a model without
+    one."""
     cache, mask = CompressedCache(network().config, format=FORMAT, **KINDS[kind]), torch.ones(1, 150, dtype=torch.long)
     mask[:, :80] = 0
 
