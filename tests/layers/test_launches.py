@@ -208,7 +208,7 @@ def test_a_step_of_one_token_enters_thirteen_files(monkeypatch):
     cache = CompressedCache(network.config, format="turboquant_4bit_nc")
     network(ids, **passing(cache))
     monkeypatch.setattr(GridExecutor, "__call__", lambda kernel, *args, **kwargs: None)
-    network(ids[:, :1], **passing(cache))
+    network(ids[:, :1], **(given := passing(cache)))
     package = str(Path(qkvcache.__file__).parent)
 
     def enter(frame: FrameType, event: str, argument: object) -> None:
@@ -217,7 +217,7 @@ def test_a_step_of_one_token_enters_thirteen_files(monkeypatch):
 
     sys.settrace(enter)
     try:
-        network(ids[:, :1], **passing(cache))
+        network(ids[:, :1], **given)
     finally:
         sys.settrace(None)
     assert list(dict.fromkeys(entered)) == FILES
