@@ -44,7 +44,7 @@ from .arguments import budget_of, layer_indices, refuse_unknown, why_not_evict
 from .biased import BiasedKeys, OutlyingKeys
 from .compress import fill, read_twice
 from .memory import Memory, measured
-from .reread import length_for
+from .reread import CALLER, length_for
 from .steps import Steps
 
 if TYPE_CHECKING:
@@ -558,7 +558,7 @@ class CompressedCache(DynamicCache):
         caller = sys._getframe(1)  # through an EncoderDecoderCache, Whisper is the caller's caller
         if self._encoder_decoder and not length and caller.f_globals.get("__name__") == "transformers.models.whisper.modeling_whisper":
             self._refuse_bare()
-        return length_for(self, length, caller)
+        return length_for(self, length, caller) if caller.f_code.co_name == CALLER else length
 
     def _refuse_bare(self) -> Never:
         raise ValueError(

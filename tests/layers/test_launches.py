@@ -207,7 +207,7 @@ def test_a_step_of_one_token_enters_few_files(monkeypatch):
     cache = CompressedCache(network.config, format="turboquant_4bit_nc")
     network(ids, **passing(cache))
     monkeypatch.setattr(GridExecutor, "__call__", lambda kernel, *args, **kwargs: None)
-    network(ids[:, :1], **passing(cache))
+    network(ids[:, :1], **(given := passing(cache)))
     package = str(Path(qkvcache.__file__).parent)
 
     def enter(frame: FrameType, event: str, argument: object) -> None:
