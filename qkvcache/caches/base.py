@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Never, Self
 
@@ -29,6 +30,7 @@ from .. import attention, formats, kernels, policies
 from ..attention.latents import absorb, channels
 from ..attention.rope import Rope
 from ..formats import Format, FormatByLayer, FormatLike
+from ..formats.outlying import Int8Keys
 from ..kernels.pages import RunningStep
 from ..layers.compressed import CompressedLayer, rows_of
 from ..layers.evicting import EvictingLayer
@@ -40,10 +42,10 @@ from ..releases import CACHE_ARGUMENT, warn_if_newer
 from ..storage import check_room
 from . import convert, saving
 from .arguments import budget_of, layer_indices, refuse_unknown, why_not_evict
-from .biased import BiasedKeys
+from .biased import BiasedKeys, OutlyingKeys
 from .compress import fill, read_twice
 from .memory import Memory, measured
-from .reread import length_for
+from .reread import CALLER, length_for
 from .steps import Steps
 
 if TYPE_CHECKING:
@@ -74,9 +76,11 @@ class CompressedCache(DynamicCache):
     Args:
         config: the model's config. Optional where every layer has full attention.
         format: a registry name (`qkvcache.formats.REGISTRY`) or a Format; a sequence of these, one for each
-            full-attention layer, those of `skip_layers` included; or the path of a calibration file with one format for
-            each layer (`qkvcache calibrate`). With a policy, None keeps tokens in the model's dtype. A format with
-            `center=False` warns once if the keys of a prompt have a large mean.
+            full-attention layer, those of `skip_layers` included; or the path of a calibration file with one
+            format for each layer (`qkvcache calibrate`). With a policy, None keeps tokens in the model's
+            dtype. A format with `center=False` warns once if the keys of a prompt have a large mean. With
+            others of fewer than 8 bits, a layer whose keys have an outlying channel stores its keys in int8,
+            and the cache warns once; formats of a sequence or of a file stay as they are.
         policy: selects the tokens that are retained: a registry name (`qkvcache.policies.REGISTRY`) or a Policy; None
             retains all. With a policy, exact zones hold only tokens that it protects: at most its `num_sink_tokens`
             first and its `recent` last ones.
@@ -157,6 +161,7 @@ class CompressedCache(DynamicCache):
         self._rope: Rope | None = None
         self._running = RunningStep()
         self._shares_keys = False
+        self._outlying_keys = OutlyingKeys()
         self._exact: frozenset[int] = frozenset()
         """Full-attention layers that are uncompressed layers of this library."""
         if self.policy is not None:
@@ -358,24 +363,35 @@ class CompressedCache(DynamicCache):
         return [StaticSlidingLayer(length, x.max_cache_len) if type(x) is StaticSlidingWindowLayer else x for x in layers]
 
     def _new_layer(
-        self, format: Format | None = None, number: int = 0, kind: Callable[..., CompressedLayer] = CompressedLayer, **states: Any
+        self,
+        format: Format | None = None,
+        number: int = 0,
+        kind: Callable[..., CompressedLayer] = CompressedLayer,
+        index: int | None = None,
+        **states: Any,
     ) -> CompressedLayer:
-        """A new full-attention layer in `format` (None: the cache's), the layer `number` of those compressed. `states`: those of
-        `_options_of`."""
+        """A new full-attention layer in `format` (None: the cache's), the layer `number` of those compressed,
+        and `index` of all (None: the next). `states`: those of `_options_of`."""
         if format is None:
             (format,) = self.format.for_layers(1)
         if self.policy is not None:
             budget = self.policy.budgets[number % len(self.policy.budgets)]
-            return self._new_evicting(format, self.policy, budget, **self._layer_options, rope=self._rope, **states)
-        layer = kind(
-            format,
-            **self._layer_options,
-            max_length=self.max_length,
-            compile=self.compile,
-            attention_budget=self._attention_budget,
-            offload_pages=self.offload_pages,
-            **states,
-        )
+            options: dict[str, Any] = self._layer_options | {"rope": self._rope} | states
+            layer: CompressedLayer = self._new_evicting(format, self.policy, budget, **options)
+        else:
+            layer = kind(
+                format,
+                **self._layer_options,
+                max_length=self.max_length,
+                compile=self.compile,
+                attention_budget=self._attention_budget,
+                offload_pages=self.offload_pages,
+                **states,
+            )
+        instead = Int8Keys.instead_of(format)
+        if instead and layer.latents is None and not isinstance(self.format, FormatByLayer):  # the user's own choice
+            index = len(self.layers) if index is None else index
+            layer.instead = partial(self._outlying_keys.choose, instead, index)
         layer.running = self._running
         return layer
 
@@ -416,7 +432,7 @@ class CompressedCache(DynamicCache):
             elif i in chosen:
                 if head_dim := head_dim_of(configs[i]):
                     format.check(head_dim)
-                self.layers[i] = self._new_layer(format, chosen.index(i), kind, **states)
+                self.layers[i] = self._new_layer(format, chosen.index(i), kind, i, **states)
         if not chosen:
             kinds = ", ".join(sorted({type(layer).__name__ for layer in self.layers}))
             why = (
@@ -550,7 +566,7 @@ class CompressedCache(DynamicCache):
         caller = sys._getframe(1)  # through an EncoderDecoderCache, Whisper is the caller's caller
         if self._encoder_decoder and not length and caller.f_globals.get("__name__") == "transformers.models.whisper.modeling_whisper":
             self._refuse_bare()
-        return length_for(self, length, caller)
+        return length_for(self, length, caller) if caller.f_code.co_name == CALLER else length
 
     def _refuse_bare(self) -> Never:
         raise ValueError(
@@ -642,8 +658,11 @@ class CompressedCache(DynamicCache):
         options: dict[str, Any] = {"policy": self.policy, "attention_budget": self.attention_budget}
         options |= {"offload_pages": True} if self.offload_pages else {}
         shown = "".join(f", {name}={x!r}" for name, x in (options | self._layer_options).items() if x is not None)
+        formats_of = (getattr(layer, "format", None) for layer in self.layers)
+        changed = [str(i) for i, format in enumerate(formats_of) if isinstance(format, Int8Keys)]
+        int8 = f" (int8 keys in layer{'s' * (len(changed) > 1)} {', '.join(changed)})" if changed else ""
         return (
-            f"{type(self).__name__}(format={self.format.name}{shown}, "
+            f"{type(self).__name__}(format={self.format.name}{int8}{shown}, "
             f"layers={compressed} of {len(self.layers)} compressed"
             f"{f', {evicting} evicting' * bool(self.policy)}, tokens={tokens}, bytes={memory.total:,}, ratio={memory.ratio:.2f})"
         )

@@ -1,4 +1,5 @@
-"""The warning about biased keys in caches with `center=False`."""
+"""Keys that few bits break: the warning about biased keys in caches with `center=False`, and in others int8
+for keys with outlying channels."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ import torch
 from torch import Tensor
 
 from ..attention.padding import PlainAttention, await_attention
+from ..formats import Format
 from ..formats.centered import mean_energy
+from ..formats.outlying import FAR as OUTLYING
+from ..formats.outlying import Int8Keys, outlying
 
 LEAST = 16
 """The fewest tokens whose means are meaningful."""
@@ -65,3 +69,25 @@ class BiasedKeys:
                 "on keys (Qwen2 and its family), so that most of each scale serves a constant: pass center=True",
                 stacklevel=3,
             )
+
+
+class OutlyingKeys:
+    """Chooses int8 for the keys of layers in which channels are outlying, and says so once for a cache."""
+
+    def __init__(self) -> None:
+        self.said = False
+
+    def choose(self, instead: Int8Keys, index: int, keys: Tensor, is_valid: Tensor | None) -> Format | None:
+        """Returns `instead` if the first keys `[B, H, T, D]` of layer `index` have an outlying channel, else
+        None. `is_valid`: bool `[B, T]`, False for padding; None: no padding. Waits for the device."""
+        if (ratio := outlying(keys, is_valid)) <= OUTLYING:
+            return None
+        if not self.said:
+            self.said = True
+            warnings.warn(
+                f"format={instead.format.name!r}: a channel of the keys of layer {index} is {ratio:.1f} times their root "
+                "mean square after centring, which few bits break (as in Qwen2.5-Coder-0.5B). The keys of this layer, and of "
+                "any other such layer, are stored in int8; a sequence of formats, one for each layer, stays as it is",
+                stacklevel=3,
+            )
+        return instead

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
 
+CALLER = "prepare_inputs_for_generation"
 MODEL_TYPES = ("phi3", "phi4_multimodal", "phimoe")
 MODULES = frozenset(f"transformers.models.{name}.modeling_{name}" for name in MODEL_TYPES)
 
@@ -21,9 +22,9 @@ def limit_of(config: PreTrainedConfig) -> float:
 
 
 def length_for(cache: Cache, length: int, caller: FrameType) -> int:
-    """The answer to `caller`, which asks for the number of tokens that `cache` has seen: `length`; or, of a text that must be read anew,
+    """The answer to a `CALLER`, which asks for the number of tokens that `cache` has seen: `length`; or, of a text that must be read anew,
     that of the text, after which the cache is empty and the step brings all tokens. Raises ValueError if the step lacks some of them."""
-    if caller.f_code.co_name != "prepare_inputs_for_generation" or caller.f_globals.get("__name__") not in MODULES:
+    if caller.f_globals.get("__name__") not in MODULES:
         return length
     step = caller.f_locals
     text, limit, others = step["input_ids"].shape[1], step["self"].config.original_max_position_embeddings, step["kwargs"]

@@ -22,6 +22,7 @@ from ..autocast import without_autocast
 from ..formats import Identity
 from ..formats.base import Codec, Format
 from ..formats.int8 import SymmetricInt8
+from ..formats.outlying import LEAST
 from ..kernels import (
     AttentionBudget,
     AttentionInputs,
@@ -117,6 +118,12 @@ class CompressedLayer(CacheLayerMixin):
         self.latents, self.attention_budget, self.offload_pages = latents, attention_budget, offload_pages
         self.running = RunningStep()
         """The plan of the running step, which the layers of a cache share."""
+        self.made_with, self.chosen = format, False
+        """The format before the keys of a text were seen, and whether they chose `format`."""
+        self.instead: Callable[[Tensor, Tensor | None], Format | None] | None = None
+        """Chooses the format by the first `LEAST` or more keys `[B, H, T, D]` and their validity `[B, T]`,
+        before one of them is quantized: its result takes the place of `format`, unless it is None. None: the
+        format stays."""
         self.is_compileable = self.supports_early_init = compile or max_length is not None
         self.storage = None
         self.pending: Pair | None = None
@@ -213,6 +220,7 @@ class CompressedLayer(CacheLayerMixin):
         if self.empty:
             return self._prefill(key_states, value_states)
         new = key_states, value_states
+        self._choose_format_late(new)
         if differentiates:
             inputs, tokens = self._add(both(Tensor.detach, new)), key_states.shape[2]
             held = both(lambda side: dense(side)[:, :, :-tokens], (inputs.key, inputs.value))
@@ -289,16 +297,53 @@ class CompressedLayer(CacheLayerMixin):
         seq_length = self.get_seq_length()
         storage, (new, self.pending) = self.storage, (self.pending, None)
         if new is not None and storage is not None:
+            is_valid = is_valid if attention is None else attention.is_valid(seq_length)
+            if not storage.seq_length and self.choose_format(new[0], is_valid):
+                storage = self._renewed(new)
             storage.reserve(new[0].shape[2])
             if attention is not None and self.latents is None and compiles_step(storage.inputs):
                 self._compile_step(storage.inputs, attention)
-            is_valid = is_valid if attention is None else attention.is_valid(seq_length)
             storage.append(new, is_valid=is_valid)
             if is_valid is not None and not storage.tokens.calibrated:  # the rows are those of all layers
                 begun, module = storage.tokens.begun, attention and attention.module
                 storage.tokens.calibrated = once("rows", is_valid, (), module, lambda: bool(begun.all()))
             if self.offload_pending:
                 self.offload()
+
+    def choose_format(self, keys: Tensor, is_valid: Tensor | None = None) -> bool:
+        """Lets `instead` choose the format by keys `[B, H, T, D]`, of which none is quantized yet. Returns
+        whether the format changed, so that the storage has another one. `is_valid`: bool `[B, T]`, False for
+        padding; None: no padding."""
+        if self.instead is None or self.chosen or keys.shape[2] < LEAST:
+            return False
+        before, self.chosen = self.format, True
+        self.format = self.instead(keys, is_valid) or before
+        return self.format != before
+
+    def _renewed(self, like: Pair) -> Storage:
+        """New storage in the present format, for keys and values like `like`."""
+        self.storage = None
+        self.lazy_initialization(*like)
+        return self.storage  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def _choose_format_late(self, new: Pair | None = None) -> None:
+        """`choose_format` after a prompt that was too short, by its tokens and later ones, `new` included."""
+        if self.instead is None or self.chosen or self.empty or (storage := self.storage) is None:
+            return
+        if storage.seq_length + storage.uncounted + (0 if new is None else new[0].shape[2]) < LEAST:
+            return
+        storage.sync_counts()
+        if storage.tokens.length:  # some are quantized already
+            self.chosen = True
+            return
+        sinks, residual = storage.zones()
+        key, value = (torch.cat(zones, dim=2) for zones in zip(sinks, residual, strict=True))
+        if self.choose_format(key if new is None else torch.cat([key, new[0].detach()], dim=2)):
+            before, storage = storage.tokens, self._renewed((key, value))
+            storage.reserve(key.shape[2])
+            storage.tokens.take_means(before)
+            storage.append((key, value))
 
     def _compile_step(self, inputs: PagedInputs, attention: PlainAttention) -> None:
         """Begins to compile the kernels of the next step, which is taken to be of one token with attention like that of the prompt."""
@@ -317,6 +362,13 @@ class CompressedLayer(CacheLayerMixin):
         inputs = attention_inputs_of(sinks, self.storage.tokens, residual, budget=self.attention_budget)  # type: ignore[union-attr]
         return self._compressed(inputs)
 
+    @uncompiled("storage is made outside of compiled code: call cache.early_initialization(...) before")
+    @torch.no_grad()
+    def _begin_compiled(self, new: Pair) -> None:
+        """Makes storage for a prompt in compiled code, whose padding is not known."""
+        self.choose_format(new[0])
+        self.lazy_initialization(*new)
+
     def _update_compiled(self, key_states: Tensor, value_states: Tensor) -> KeysAndValues:
         """`update` in compiled code, which reads no count from the host."""
         if self.storage is None:
@@ -325,7 +377,7 @@ class CompressedLayer(CacheLayerMixin):
                     "torch.export with a cache that has no storage yet: call cache.early_initialization(batch_size, num_heads, head_dim, "
                     "dtype, device) before, to read a prompt, or run the prompt before, to go on from it"
                 )
-            self.lazy_initialization(key_states, value_states)
+            self._begin_compiled((key_states, value_states))
         storage: Storage = self.storage  # type: ignore[assignment]
         new, tokens = (key_states, value_states), key_states.shape[2]
         self._store_compiled(None)
@@ -396,6 +448,7 @@ class CompressedLayer(CacheLayerMixin):
         """Makes room for `tokens` more, outside of compiled code. Raises ValueError if `max_length` does not allow them."""
         self.commit()
         if self.storage is not None:
+            self._choose_format_late()
             self.storage.reserve(tokens)
         elif self.max_length is not None:
             check_room(0, tokens, self.max_length)
@@ -436,6 +489,8 @@ class CompressedLayer(CacheLayerMixin):
             self.storage, self.is_initialized = None, False
         elif self.storage is not None:
             self.storage.clear()
+        if self.storage is None:
+            self.format, self.chosen = self.made_with, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx.tolist())

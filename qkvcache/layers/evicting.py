@@ -234,10 +234,16 @@ class EvictingLayer(CompressedLayer):
         if step.attention_sums is not None:
             queries = step.keys.shape[2] if step.is_valid is None else step.is_valid.sum(-1, dtype=torch.float32)[:, None, None]
             storage.metadata.observe(step.attention_sums, queries)
+        early = storage.static is None and not storage.tokens.length
+        if early and self.choose_format(storage.residual[0], storage.valid_residual()):
+            storage.change_codecs((self.format.key, self.format.value))
         storage.evict()
         if self.is_compileable and storage.tokens.calibrated:
             storage.to_static()
         self.step = None
+
+    def _choose_format_late(self, new: Pair | None = None) -> None:
+        """Nothing: `commit` chooses, by the exact tokens after a step's attention."""
 
     # The interface of `generate`.
 

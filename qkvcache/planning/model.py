@@ -110,6 +110,14 @@ def has_unknown_states(config: PreTrainedConfig) -> bool:
     return bool(kinds) and not (kinds == {"linear_attention"} and getattr(text, "linear_num_value_heads", None))
 
 
+def has_biased_keys(config: PreTrainedConfig) -> bool:
+    """Whether the config says that keys have biases. The attention of Qwen2 and the models made of it always
+    has."""
+    text = text_config(config)
+    named = any(getattr(text, name, None) is True for name in ("attention_bias", "qkv_bias", "use_qkv_bias"))
+    return named or text.model_type.startswith("qwen2")
+
+
 def _shape(config: PreTrainedConfig, itemsize: int, tensor_parallel: int) -> Shape:
     heads, head_dim = _kv_heads(config), head_dim_of(config)
     if not isinstance(heads, int) or head_dim is None:

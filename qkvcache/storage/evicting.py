@@ -119,9 +119,8 @@ class EvictingStorage(LayerStorage):
         self.sinks = self.residual = empty
         self.borrowed = False
         """Whether the residual is a tensor of the caller."""
-        by_head = self.policy.alpha_safeguard is not None or bool(self.budget.heads)
-        pages = HeadPages(self.codecs, empty, no_tokens(self.policy, empty[0])) if by_head else None
-        self.tokens = RowPages(self.codecs, empty, per_head=True) if pages is None else pages
+        self.tokens = self._new_pages(empty)
+        pages = self.tokens if isinstance(self.tokens, HeadPages) else None
         self.metadata = TokenMetadata(self.policy, self.budget, empty[0], self.rope, pages)
         self.in_order, self.sinks_full = self.ordered, not self.num_sink_tokens
         self.is_static = False
@@ -129,6 +128,18 @@ class EvictingStorage(LayerStorage):
         self.rows: Tensor | None = None
         """`PagedInputs.rows` of the sinks and the residual; None: not known yet."""
         self.reset_counts()
+
+    def _new_pages(self, like: Pair) -> RowPages | HeadPages:
+        if self.policy.alpha_safeguard is not None or self.budget.heads:
+            return HeadPages(self.codecs, like, no_tokens(self.policy, like[0]))
+        return RowPages(self.codecs, both(lambda x: x[:, :, :0], like), per_head=True)
+
+    def change_codecs(self, codecs: tuple[Codec, Codec]) -> None:
+        """Quantizes all tokens by other codecs. No token may be quantized yet."""
+        self.codecs = codecs
+        self.tokens = self._new_pages(self.residual)
+        if isinstance(self.tokens, HeadPages):
+            self.metadata.pages = self.tokens
 
     @property
     def device(self) -> torch.device:
@@ -196,8 +207,7 @@ class EvictingStorage(LayerStorage):
         budget."""
         metadata = self.metadata
         if not self.tokens.calibrated:
-            is_valid = None if metadata.row_lengths is None else metadata.residual["positions"][:, 0] >= 0
-            self.tokens.calibrate(self.residual, is_valid)
+            self.tokens.calibrate(self.residual, self.valid_residual())
             self.tokens.calibrated = self.tokens.calibrated or bool(self.tokens.begun.all())
         if not self.sinks_full:
             self._fill_sinks()
@@ -209,6 +219,10 @@ class EvictingStorage(LayerStorage):
         # The residual must neither be a tensor of the caller nor keep a larger tensor alive.
         if self.borrowed or any(x.untyped_storage().nbytes() > x.nbytes for x in self.residual):
             self.residual = both(Tensor.clone, self.residual)
+
+    def valid_residual(self) -> Tensor | None:
+        """The columns of the residual that hold a token, bool `[B, T]`; None: all."""
+        return None if self.metadata.row_lengths is None else self.metadata.residual["positions"][:, 0] >= 0
 
     def _fill_sinks(self) -> None:
         """Moves the first tokens of each row, padding left out, to the sinks."""

@@ -131,6 +131,17 @@ class PagedTokens:
             calibrate(self.pages, self.begun, both(Tensor.detach, x), is_valid)
             self.calibrated = is_valid is None
 
+    def take_means(self, other: PagedTokens) -> None:
+        """Copies the means of keys, which another codec has, and the other statistics from `other`, whose
+        tokens are not quantized."""
+        (keys, values), (old_keys, old_values) = self.statistics, other.statistics
+        if "center" in keys:
+            keys["center"].copy_(self.codecs[0].rotate(other.codecs[0].unrotate(old_keys["center"])))
+        for name, x in values.items():
+            x.copy_(old_values[name])
+        self.begun.copy_(other.begun)
+        self.calibrated = other.calibrated
+
     def uncalibrate(self) -> None:
         """Forgets the statistics of all rows: they have no tokens."""
         self.begun.zero_()

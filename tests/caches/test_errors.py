@@ -1,5 +1,6 @@
 """Wrong input is refused where it is given, in words that name the value and the fix, and leaves the cache as it was."""
 
+import contextlib
 import copy
 import gc
 
@@ -9,7 +10,7 @@ from transformers import LlamaConfig, MllamaForCausalLM, XLNetConfig, XLNetLMHea
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from qkvcache import CompressedCache, H2OCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, SinkCache, TurboQuantCache
-from qkvcache.releases import passing
+from qkvcache.releases import CACHE_ARGUMENT, passing
 from tests.matrix import model
 
 CONFIG = LlamaConfig(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, hidden_size=512, head_dim=128)
@@ -218,7 +219,8 @@ def test_an_unwrapped_cache_on_an_encoder_decoder_is_refused(name, inputs):
 def test_models_that_read_keys_themselves_are_refused():
     ids, says = torch.randint(3, 90, (1, 8)), r"Mllama, XLNet\) are not supported"
     network = XLNetLMHeadModel(XLNetConfig(vocab_size=100, d_model=64, n_layer=2, n_head=4, d_inner=64)).eval()
-    with pytest.raises(NotImplementedError, match=says):
+    # from 5.24 on transformers reads no cache there
+    with contextlib.nullcontext() if CACHE_ARGUMENT == "cache" else pytest.raises(NotImplementedError, match=says):
         network.generate(ids, **passing(CompressedCache(network.config, format="int8")), max_new_tokens=3)
     size = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
