@@ -277,8 +277,8 @@ class CompressedLayer(CacheLayerMixin):
     @torch.no_grad()
     @without_autocast()
     def store_pending(self, attention: PlainAttention | None, is_valid: Tensor | None = None) -> None:
-        """Stores pending tokens. Statistics come from those that are not padding in `attention`, or without it in `is_valid`, bool `[B, T]`;
-        None: from all tokens."""
+        """Stores pending tokens. Statistics come from the tokens that are not padding in `attention`, or without it in `is_valid`, bool
+        `[B, T]`; None: from all tokens."""
         seq_length = self.get_seq_length()
         storage, (new, self.pending) = self.storage, (self.pending, None)
         if new is not None and storage is not None:
