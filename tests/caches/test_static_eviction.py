@@ -140,7 +140,7 @@ def test_a_step_that_failed_is_not_forgotten(model, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         feed(model, cache, ids[:, 41:], (1,))
     monkeypatch.undo()
-    with pytest.raises(NotImplementedError, match="must be followed by reset"):
+    with pytest.raises(ValueError, match=r"ended between two layers.*: call reset\(\)"):
         feed(model, cache, ids[:, 41:], (1,))
 
 
