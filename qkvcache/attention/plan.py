@@ -20,9 +20,7 @@ class AttentionPlan:
         others as of `route`.
     """
 
-    def __init__(
-        self, kernels: Any, implementation: str, module: torch.nn.Module, mask: Any, keywords: dict[str, Any]
-    ) -> None:
+    def __init__(self, kernels: Any, implementation: str, module: torch.nn.Module, mask: Any, keywords: dict[str, Any]) -> None:
         self.kernels, self.mask, self.options = kernels, mask, _options(implementation, module, keywords)
 
     @classmethod
