@@ -194,8 +194,7 @@ def _keys(layer: Layer, pages: Pages) -> tuple[Held, dict[str, Any]]:
     elif upper is not layout:
         (low, high, *others), strides = planes, (*strides[2:4], *strides[:2], *strides[4:])
         planes = high, low, *others
-    table, means = (pages.index or pages).table, layer.held.values["mean_strides"]
-    held = Held(k_planes=planes, mean_strides=means, table=table, table_b=table.stride(0))
+    held = Held(k_planes=planes, mean_strides=layer.held.values["mean_strides"])
     return held, {"K": upper, "k_strides": strides, "num_stages": stages_of(upper)}
 
 
@@ -234,14 +233,16 @@ def _score(
     keys, constants = inputs.launches[key]
     if key not in launches.others:
         sizes = {"R": small, "T": TILE, "BLOCK": BLOCK, "num_warps": 1}
-        given, of = ("region_query", "scores"), (*OF_KEYS, *OF_LIMITS, *OF_INPUTS, *OF_CALL)
+        given, of = ("region_query", "scores"), (*OF_KEYS, *OF_LIMITS, "table", "table_b", *OF_INPUTS, *OF_CALL)
         launches.others[key] = Launcher(score_blocks_kernel, query.device, given, of, **launches.fixed | constants | sizes)
     grid = (parts, row_blocks, panels) if splits is None else (len(splits.items), row_blocks, launches.heads)
-    held = keys, Held(**limits), held_of(inputs, layer.kind.empty), plan.held
+    table = (inputs.pages.index or inputs.pages).table
+    of_call = Held(**limits, table=table, table_b=table.stride(0))
+    held = keys, of_call, held_of(inputs, layer.kind.empty), plan.held
     launches.others[key](grid, plan.rotated(query), scores, held=held)
 
 
-OF_KEYS = "k_planes", "mean_strides", "table", "table_b"
+OF_KEYS = "k_planes", "mean_strides"
 OF_LIMITS = "n_quantized", "tokens", "share", "room"
 OF_CHOICE = "heads", "queries", "chosen_room", *OF_LIMITS
 

@@ -69,7 +69,7 @@ def launch_of_step(inputs: PagedInputs, x: Pair) -> Callable[[Pair], None]:
     """`pages.step` for tokens like `x`, `[B, H, T, D]`, with all other arguments prepared."""
     batch, heads, tokens, dim = x[0].shape
     if "store" not in inputs.held:
-        inputs.held["store"] = _of_storage(inputs, contiguous(x))
+        inputs.held["store"] = _of_storage(inputs)
     layouts, storage = inputs.held["store"]
     dims, pages = (dim, x[1].shape[3]), inputs.pages
     across, along, warps = tile(layouts, heads, tokens, padded(max(dims)), x[0].element_size())
@@ -90,12 +90,12 @@ def launch_of_step(inputs: PagedInputs, x: Pair) -> Callable[[Pair], None]:
     return launch
 
 
-def _of_storage(inputs: PagedInputs, x: Pair) -> tuple[tuple[PackedLayout, PackedLayout], Held]:
+def _of_storage(inputs: PagedInputs) -> tuple[tuple[PackedLayout, PackedLayout], Held]:
     """The layouts of keys and values, and the arguments `OF_STORAGE`."""
     rows, pages = inputs.rows, inputs.pages
     if rows is None:
         raise ValueError("the inputs have no counts on the device")
-    planes, constants, _, _ = launched(pages, x)
+    planes, constants, _, _ = launched(pages, inputs.ring)  # new tokens would be kept alive
     stored = tuple(
         (ring, *ring.stride()[:2], sinks, *sinks.stride()[:2], side)
         for ring, sinks, side in zip(inputs.ring, inputs.sinks, planes, strict=True)

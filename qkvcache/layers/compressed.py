@@ -427,12 +427,13 @@ class CompressedLayer(CacheLayerMixin):
 
     def get_seq_length(self):
         """The number of tokens seen: an int; a 0-d tensor in compiled code of a layer whose steps can be compiled."""
-        if self.storage is None:
+        storage = self._storage  # counts do not wait for tokens that are still being copied
+        if storage is None:
             return 0
         if torch.compiler.is_compiling() and self.is_compileable:
-            return self.storage.device_length()
-        self.storage.sync_counts()
-        return self.storage.seq_length + (0 if self.pending is None else self.pending[0].shape[2])
+            return storage.device_length()
+        storage.sync_counts()
+        return storage.seq_length + (0 if self.pending is None else self.pending[0].shape[2])
 
     @property
     def tokens_on_host(self) -> int:
