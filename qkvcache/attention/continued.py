@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..releases import CACHE_ARGUMENT
+
 
 def check_continues(cache: Any, ids: Any) -> None:
     """Raises ValueError if `ids` `[B, T]` do not begin with the tokens that `cache` is known to have seen (`CompressedCache.seen_ids`)."""
@@ -38,7 +40,7 @@ def generate(stock: Callable[..., Any], config: Any, *args: Any, **options: Any)
     check_continues(cache, ids)
     result = stock(*args, **options)
     if cache is None:
-        cache = getattr(result, "cache", None) or getattr(result, "past_key_values", None)
+        cache = getattr(result, CACHE_ARGUMENT, None)
     beams = options.get("num_beams") or getattr(options.get("generation_config"), "num_beams", None) or config.num_beams or 1
     if ids is not None:
         remember(cache, ids if beams > 1 else getattr(result, "sequences", result))

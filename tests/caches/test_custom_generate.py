@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from qkvcache import H2OCache, TurboQuantCache
+from qkvcache.releases import CACHE_ARGUMENT, passing
 from tests.matrix import model
 from tests.reference import assert_close
 
@@ -31,10 +32,10 @@ def by_options(monkeypatch, tmp_path):
 
 def test_custom_generate_makes_the_cache_of_its_options(by_options):
     network = model("llama")
-    same(generate(network, **by_options), generate(network, past_key_values=TurboQuantCache(network.config)))
+    same(generate(network, **by_options), generate(network, **passing(TurboQuantCache(network.config))))
     found = generate(network, **by_options, policy="h2o", budget=40, format="fp8", num_sink_tokens=0, residual_length=20)
-    same(found, generate(network, past_key_values=H2OCache(network.config, budget=40, format="fp8", residual_length=20)))
+    same(found, generate(network, **passing(H2OCache(network.config, budget=40, format="fp8", residual_length=20))))
     mine = TurboQuantCache(network.config)
-    assert generate(network, **by_options, past_key_values=mine).past_key_values is mine
+    assert generate(network, **by_options, **passing(mine))[CACHE_ARGUMENT] is mine
     with pytest.raises(ValueError, match="format='int9' is unknown"):
         generate(network, **by_options, format="int9")

@@ -18,6 +18,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from qkvcache import CompressedCache, TurboQuantCache, policies
 from qkvcache.formats.rotation import hadamard_matrix, random_signs
+from qkvcache.releases import passing
 from tests import matrix
 from tests.matrix import COVER, FORMATS, POLICIES, SHARED
 from tests.reference import prompt
@@ -74,7 +75,7 @@ def logits(network: PreTrainedModel, cache: Cache, mode: Callable[[int], context
         part = slice(at, at + size)
         at += size
         with torch.no_grad(), mode(i):
-            out = network(ids[:, part], attention_mask=mask[:, :at], position_ids=positions[:, part], past_key_values=cache).logits
+            out = network(ids[:, part], attention_mask=mask[:, :at], position_ids=positions[:, part], **passing(cache)).logits
         found.append(out[mask[:, part].bool()].clone())
     return torch.cat(found)
 
@@ -148,7 +149,7 @@ def test_a_context_is_read_twice_in_every_mode():
         cache = make()
         with mode, torch.no_grad():
             cache.compress(llama, ids[:, :40], progress=False)
-            return llama(ids[:, 40:], past_key_values=cache).logits.clone(), cache.layers[0].positions()
+            return llama(ids[:, 40:], **passing(cache)).logits.clone(), cache.layers[0].positions()
 
     expected, kept = after(contextlib.nullcontext())
     for dtype in (torch.bfloat16, torch.float64):
@@ -163,7 +164,7 @@ def test_generate_answers_alike_in_every_mode():
     def answer(mode: contextlib.AbstractContextManager) -> Tensor:
         with mode:
             cache = TurboQuantCache(llama.config, **ZONE)
-            return llama.generate(**inputs, past_key_values=cache, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+            return llama.generate(**inputs, **passing(cache), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
 
     assert torch.equal(answer(default_dtype(torch.float64)), answer(contextlib.nullcontext()))
 

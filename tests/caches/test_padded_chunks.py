@@ -13,6 +13,7 @@ from qkvcache import CompressedCache, policies
 from qkvcache.attention.route import route
 from qkvcache.formats import FP8, Int8
 from qkvcache.layers.compressed import CompressedLayer
+from qkvcache.releases import passing
 from tests.seeds import SEED
 
 LONG, SHORT, CHUNK, ANSWER = 100, 36, 32, 12
@@ -56,7 +57,7 @@ def answer(model: PreTrainedModel, cache, rows: list[int], chunk: int) -> torch.
     prompt, positions, found, begin = ids.shape[1] - ANSWER, (mask.cumsum(1) - 1).clamp_min(0), [], 0
     ends = [*range(prompt - 4, 0, -chunk)][::-1] + list(range(prompt, prompt + ANSWER + 1))
     for end in ends:
-        step = {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end], "past_key_values": cache}
+        step = {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end]} | passing(cache)
         out, begin = model(ids[:, begin:end], **step).logits[-1, -1], end
         found.append(out.log_softmax(-1))
     return torch.stack(found[-ANSWER:])
@@ -91,7 +92,7 @@ def test_statistics_begin_with_a_rows_first_token():
     found = []
     for begin in (0, 10, 20):
         with torch.no_grad():
-            model(ids[:, begin : begin + 10], attention_mask=mask[:, : begin + 10], past_key_values=cache)
+            model(ids[:, begin : begin + 10], attention_mask=mask[:, : begin + 10], **passing(cache))
         tokens = cache.layers[1].storage.tokens
         found.append(tokens.statistics[0]["center"].clone())
         assert tokens.begun.tolist() == [True, begin == 20, True] and tokens.calibrated == (begin == 20)
@@ -145,5 +146,5 @@ def test_padding_is_no_evidence_of_biased_keys(recwarn):
         for begin in (0, 20, 40):
             with torch.no_grad():
                 positions = (mask.cumsum(1) - 1).clamp_min(0)[:, begin : begin + 20]
-                model(ids[:, begin : begin + 20], attention_mask=mask[:, : begin + 20], position_ids=positions, past_key_values=cache)
+                model(ids[:, begin : begin + 20], attention_mask=mask[:, : begin + 20], position_ids=positions, **passing(cache))
         assert sum("center=True" in str(x.message) for x in recwarn) == expected

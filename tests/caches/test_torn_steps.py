@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qkvcache import CompressedCache
+from qkvcache.releases import passing
 from tests.matrix import POLICIES, covering, model
 
 KINDS = {
@@ -25,7 +26,7 @@ class Torn(Exception):
 
 def forward(network, cache, ids):
     with torch.no_grad():
-        return network(ids, past_key_values=cache).logits
+        return network(ids, **passing(cache)).logits
 
 
 def tear(network, cache, ids, layer: int, after: bool) -> None:

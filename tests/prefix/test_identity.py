@@ -9,6 +9,7 @@ from transformers import LlamaForCausalLM
 
 from qkvcache import CompressedCache, PrefixStore, demo
 from qkvcache.prefix.identity import ModelIdentity
+from qkvcache.releases import passing
 from tests.prefix.made import fill, model, random_ids
 
 IDS = random_ids(60)
@@ -124,6 +125,6 @@ def test_autocast_has_prefixes_of_its_own(filled):
         kept = store(model(), filled)
         assert kept.fetch(IDS).kind == "miss"
         with kept.reuse(IDS) as cache, torch.no_grad():
-            model()(IDS[None], past_key_values=cache)
+            model()(IDS[None], **passing(cache))
         assert kept.fetch(IDS).length and ModelIdentity(model()).name != plain
     assert ModelIdentity(model()).name == plain
