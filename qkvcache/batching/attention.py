@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..attention.full import varlen_attention
+from ..attention.masks import HARMLESS
 from ..kernels import Pair, attend_pages, gather_rows
 from ..kernels.attend_chunked import attend_chunked_pages, supports_queries
 from .rings import Rings
@@ -25,6 +26,8 @@ from .step import PromptChunks, Rows
 from .store import PageStore
 
 NAME = "qkvcache_pages"
+IGNORED = HARMLESS.union(("is_causal", "sliding_window", "logits_indices", "logits_processor_args"))
+"""Keywords that change nothing here: they are about the model's head, or the layout of pages has them."""
 
 
 class NewKV:
@@ -85,11 +88,15 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Attention of the queries `[1, Hq, T, D]` of a batch; keys and values `[1, H, T, D]`. Returns `[1, T, Hq, D]`.
 
-    Raises RuntimeError for a forward pass that does not come from continuous batching.
+    Raises RuntimeError for a forward pass that does not come from continuous batching, and NotImplementedError for other keywords.
     """
     if not isinstance(key, NewKV):
         raise RuntimeError(
             "the model serves requests from compressed pages: call it after the manager has stopped, or leave `continuous_batching` before"
+        )
+    if names := sorted(name for name in kwargs.keys() - IGNORED if kwargs[name] is not None):
+        raise NotImplementedError(
+            f"{type(module).__name__} calls attention with {', '.join(names)}, which attention over pages does not know"
         )
     (store, layer), new = key.place, (key.tensor, value.tensor)
     step = store.step_of(layer, block_table, query.shape[2])

@@ -121,3 +121,10 @@ def test_layers_share_their_compiled_code():
         assert found[0] == found[1]
         assert not any(layer._compiled_call_impl for layer in transformers_adapter.decoder_layers(network))
     assert counts[0] == counts[1] > 0
+
+
+def test_keywords_that_attention_over_pages_does_not_know_are_refused():
+    key = attention.NewKV((None, 0), torch.zeros(1, 1, 1, 8))  # type: ignore[arg-type]
+    for name in ("position_bias", "block_indices", "sinks"):
+        with pytest.raises(NotImplementedError, match=f"Identity calls attention with {name}"):
+            attention.paged_attention(torch.nn.Identity(), key.tensor, key, key, use_cache=True, **{name: 1})
