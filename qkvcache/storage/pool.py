@@ -85,14 +85,17 @@ class PageLayout:
 
 
 class Plane(NamedTuple):
-    """One plane of a page. side: 0 of keys, 1 of values; at: its first byte."""
+    """One plane of a page."""
 
     side: int
+    """0: of keys, 1: of values."""
     name: str
+    """The buffer."""
     dtype: torch.dtype
     heads: int
     width: int
     at: int
+    """Its first byte."""
 
 
 @functools.lru_cache(maxsize=256)

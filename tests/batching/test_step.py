@@ -123,7 +123,7 @@ def test_layers_share_their_compiled_code():
     assert counts[0] == counts[1] > 0
 
 
-def test_keywords_that_attention_over_pages_does_not_know_are_refused():
+def test_keywords_that_pages_do_not_know_are_refused():
     key = attention.NewKV((None, 0), torch.zeros(1, 1, 1, 8))  # type: ignore[arg-type]
     for name in ("position_bias", "block_indices", "sinks"):
         with pytest.raises(NotImplementedError, match=f"Identity calls attention with {name}"):

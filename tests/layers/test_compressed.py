@@ -343,8 +343,6 @@ class Arrival:
     "read",
     {
         "update": lambda layer: layer.update(*new(3)),
-        "get_seq_length": CompressedLayer.get_seq_length,
-        "get_mask_sizes": lambda layer: layer.get_mask_sizes(3),
         "reserve": lambda layer: layer.reserve(100),
         "crop": lambda layer: layer.crop(-5),
         "reorder_cache": lambda layer: layer.reorder_cache(torch.arange(ROWS)),
@@ -367,8 +365,9 @@ def test_whoever_reads_tokens_waits_for_them_once(monkeypatch, read):
         assert arrival.waits == 1 and layer.arrival is None
 
 
-def test_tokens_that_are_dropped_are_not_waited_for():
+def test_tokens_that_are_counted_or_dropped_are_not_waited_for():
     layer, arrival = filled(), Arrival()
     layer.arrival = arrival
+    assert layer.get_seq_length() and layer.get_mask_sizes(3)
     layer.reset()
     assert not arrival.waits and not layer.get_seq_length()
