@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -553,18 +552,21 @@ class TokenInputs(AttentionInputs):
 
     def __init__(self, build: Callable[[], tuple[KeysOrValues, KeysOrValues]], paged: PagedInputs | None, tokens: int) -> None:
         self.build, self.paged, self.joined, self.running, self.tokens = build, paged, None, None, tokens
-
-    @cached_property
-    def sides(self) -> tuple[KeysOrValues, KeysOrValues]:
-        return self.build()
+        self.sides: tuple[KeysOrValues, KeysOrValues] | None = None
 
     @property
     def key(self) -> KeysOrValues:  # type: ignore[override]
-        return self.sides[0]
+        return self.built()[0]
 
     @property
     def value(self) -> KeysOrValues:  # type: ignore[override]
-        return self.sides[1]
+        return self.built()[1]
+
+    def built(self) -> tuple[KeysOrValues, KeysOrValues]:
+        """`key` and `value`, built once. (torch.compile traces no `cached_property`.)"""
+        if self.sides is None:
+            self.sides = self.build()
+        return self.sides
 
 
 def paged_side(inputs: PagedInputs, side: int) -> tuple[KeysOrValues, Tensor]:

@@ -145,7 +145,7 @@ CACHES = [
     (lambda: CompressedCache(hf.BloomConfig(hidden_size=64, n_head=2, n_layer=2), policy="h2o"), NotImplementedError, "ALiBi"),
     *[
         (lambda kind=kind: CompressedCache(kind(), policy="keydiff"), NotImplementedError, "AttentionInterface")
-        for kind in (hf.FalconConfig, hf.CodeGenConfig, hf.GPTJConfig, hf.GPTNeoConfig, hf.XGLMConfig)
+        for kind in (hf.FalconConfig, hf.GPTNeoConfig, hf.XGLMConfig)
     ],
     (lambda: CompressedCache(config("t5"), policy="h2o"), NotImplementedError, "relative"),
     (lambda: CompressedCache(config("deepseek_v3"), policy="h2o"), NotImplementedError, "latents"),
