@@ -54,9 +54,9 @@ def fill(cache: Cache, config: PreTrainedConfig, rows: int, tokens: int, layers:
     heads, dim = config.num_key_value_heads, config.head_dim
     chunk = min(max(FILL // (rows * heads * dim), 1), tokens)
     key, value = (torch.randn(rows, heads, chunk, dim, device=device(), dtype=torch.bfloat16) for _ in range(2))
-    for layer in range(layers or config.num_hidden_layers):
-        for begin in range(0, tokens, chunk):
-            count = min(chunk, tokens - begin)
+    for begin in range(0, tokens, chunk):
+        count = min(chunk, tokens - begin)
+        for layer in range(layers or config.num_hidden_layers):
             cache.update(key[:, :, :count], value[:, :, :count], layer)
 
 
