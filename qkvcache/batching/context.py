@@ -145,6 +145,13 @@ def continuous_batching(
     check_config(model.config)
     if not model._can_set_attn_implementation():
         raise NotImplementedError(f"{type(model).__name__} does not go through transformers' attention interface")
+    if not any(
+        isinstance(part, PreTrainedModel) and "position_ids" in inspect.signature(part.forward).parameters for part in model.modules()
+    ):
+        raise NotImplementedError(
+            f"{type(model).__name__} counts positions from the length of its cache and takes no position_ids: requests of a batch have "
+            "lengths of their own; call generate"
+        )
     chosen = check_format(resolved, head_dim_of(model.config.get_text_config(decoder=True)))
     if isinstance(statistics, str | Path):
         statistics = Statistics.load(statistics, chosen)

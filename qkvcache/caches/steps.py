@@ -35,6 +35,9 @@ class Steps:
         """What the step has written into the first layer."""
         self.last = self.top = self.known = -1
         """The layer written last, the highest layer written, and the highest when the step began."""
+        self.end: int | None = None
+        """The layer that the first step ended with: not the highest in models that pass layers several times (Inkling 2 Loop). None: not
+        known."""
 
     def masked(self) -> None:
         """This thread makes masks for a step of as many tokens as the cache holds now."""
@@ -47,8 +50,10 @@ class Steps:
             self.first = index
         thread = threading.get_ident()
         if index == self.first and (self.last != index or what in self.begun):
+            if self.end is None and self.count:
+                self.end = self.last
             made, _masks.made = getattr(_masks, "made", None), None
-            if (self.last != self.top and thread != self.thread) or (made and made[0] is self and made[1] != self.count):
+            if (self.is_torn and thread != self.thread) or (made and made[0] is self and made[1] != self.count):
                 raise RuntimeError(_THREADS)
             self.check(layers)
             self.begun, self.thread, self.known, self.count = set(), thread, self.top, self.count + 1
@@ -70,6 +75,11 @@ class Steps:
         """This thread goes on, whatever step of another thread is not over."""
         self.thread = threading.get_ident()
 
+    @property
+    def is_torn(self) -> bool:
+        """Whether the last step ended elsewhere than the first one, or is not over."""
+        return self.end is not None and self.last != self.end
+
     def check(self, layers: Sequence[Any]) -> None:
         """Raises ValueError if a step ended between two layers."""
         held = [layer for layer in layers[: self.top + 1] if counts(layer)]
@@ -83,10 +93,10 @@ class Steps:
                     "again"
                 )
         states = (LinearAttentionCacheLayerMixin, IndexedLayer)
-        if self.last != self.top and any(isinstance(layer, states) for layer in layers):
+        if self.is_torn and any(isinstance(layer, states) for layer in layers):
             raise ValueError(
-                f"the step before ended after layer {self.last} of {self.top}, and recurrent states cannot be taken back: call reset(), "
-                "and read the whole text again"
+                f"the step before ended after layer {self.last} and not {self.end}, and recurrent states cannot be taken back: call "
+                "reset(), and read the whole text again"
             )
 
     def ahead(self, layers: Sequence[Any]) -> list[int]:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from families_models import build
 
 from qkvcache import continuous_batching, formats
 from qkvcache.batching.context import check_config
@@ -199,6 +200,13 @@ def test_models_are_served_or_refused(name):
 def test_models_that_are_refused(config, says):
     with pytest.raises(NotImplementedError, match=says):
         check_config(config())
+
+
+@pytest.mark.parametrize("name", ["bart", "bigbird_pegasus"])
+def test_models_that_take_no_positions_are_refused(name):
+    """They would take the position of each request from the length of the cache."""
+    with pytest.raises(NotImplementedError, match="ForCausalLM counts positions from the length of its cache"):
+        continuous_batching(build(name), "int8")
 
 
 def test_a_layer_that_stores_nothing_ends_the_batch(monkeypatch):

@@ -4,10 +4,14 @@ import threading
 
 import pytest
 import torch
+from families_models import build
+from transformers import CONFIG_MAPPING, DynamicCache
 
 from qkvcache import CompressedCache
 from qkvcache.releases import passing
 from tests.matrix import POLICIES, covering, model
+from tests.reference import assert_close
+from tests.tolerance import of_model
 
 KINDS = {
     "growing": {"residual_length": 40},
@@ -134,3 +138,16 @@ def test_a_cache_goes_from_thread_to_thread():
         thread = threading.Thread(target=lambda step=step: found.append(forward(network, cache, step)))
         thread.start(), thread.join()
         assert torch.equal(found[-1], forward(network, expected, step))
+
+
+def test_steps_that_pass_layers_several_times_are_whole():
+    """The layer that ends a step is not the last of the cache."""
+    if "inkling2_loop_text" not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no inkling2_loop_text")
+    network, ids = build("inkling2_loop_text"), torch.randint(3, 100, (1, 30))
+    cache, stock = CompressedCache(network.config, format="identity"), DynamicCache(config=network.config)
+    for part in ids.split([20, 1, 9], dim=1):
+        assert_close(forward(network, cache, part), forward(network, stock, part), of_model(network))
+    tear(network, cache, ids[:, :1], 4, after=False)
+    with pytest.raises(ValueError, match="the step before ended"):
+        forward(network, cache, ids[:, :1])
