@@ -629,7 +629,16 @@ def _put(x: Tensor, stored: Tensor, index: tuple[Tensor, ...], new: Tensor) -> N
     first = stored.int().argmax(0, keepdim=True)
     at = tuple(torch.where(stored, i, i.index_select(0, first)) for i in index)
     stored = stored.view(-1, *[1] * (new.dim() - 1))
-    x[at] = torch.where(stored, new, torch.where(stored.any(), new.index_select(0, first), x[at]))
+    new = torch.where(stored, new, torch.where(stored.any(), new.index_select(0, first), x[at]))
+    if not torch.are_deterministic_algorithms_enabled() or x.is_contiguous():
+        x[at] = new
+        return
+    # The deterministic algorithm of CUDA copies a tensor that is not contiguous, and planes of pages overlap themselves.
+    memory = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
+    place = sum((i * step for i, step in zip(at, x.stride(), strict=False)), torch.full_like(at[0], int(x.storage_offset())))
+    for size, step in zip(x.shape[len(at) :], x.stride()[len(at) :], strict=True):
+        place = place[..., None] + torch.arange(size, device=x.device) * step
+    memory[place] = new.expand(place.shape)
 
 
 def calibrate(pages: Pages, begun: Tensor, x: Pair, is_valid: Tensor | None) -> None:

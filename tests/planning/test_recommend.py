@@ -129,7 +129,7 @@ def test_models_that_allow_less():
     assert found.plan.policy is None and made(found.call, config)
     with pytest.raises(NotImplementedError, match="ALiBi"):
         recommend(config, context=1000, streaming=True)
-    own = hf.GPTJConfig(vocab_size=100, n_embd=128, n_layer=2, n_head=2, rotary_dim=16)
+    own = hf.GPTNeoConfig(vocab_size=100, hidden_size=128, num_layers=2, num_heads=2, attention_types=[[["global"], 2]])
     assert recommend(own, context=100_000, workload="continue").plan.policy is None
     with pytest.raises(NotImplementedError, match="AttentionInterface"):
         plan(own, policy="h2o", context=1000)
