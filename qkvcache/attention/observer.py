@@ -23,12 +23,14 @@ from ..kernels import (
     KeysOrValues,
     attend_pages,
     observe_on_codes,
+    observes_slots,
     prefill_with_lse,
     sum_attention,
 )
 from ..kernels.attend_chunked import attend_chunked
 from .compressed_kv import CompressedKV
 from .full import full_attention
+from .plan import AttentionPlan
 from .masks import NewTokens, joined, joined_by_head, kernel_options, mask_of_new, new_tokens, sees_itself
 
 
@@ -44,6 +46,12 @@ def attend_observed(
     batch, queries, tokens = query.shape[0], query.shape[2], key.shape[2]
     new = new_tokens(implementation, mask, batch, queries, query.device)
     options, policy = kernel_options(implementation, query, kwargs), observer.policy
+    if new.causal and new.is_valid is None and "eager" not in implementation and not kwargs.get("dropout"):
+        known = _query_weights(policy.observation_window, policy.decay, None, query)
+        plan = AttentionPlan.of(implementation, module, query, key, mask, kwargs, None, options, known)
+        if plan is not None:
+            key.attention_inputs.running.plan = plan  # type: ignore[union-attr]
+            return plan.attend(query, key, kwargs), None
     in_order, paged = observer.in_order or tokens == queries, key.attention_inputs.by_head
     observer.begin_attention(new.is_valid, query, options["scaling"])
     valid = functools.cache(observer.valid_columns)  # not computed for attention over pages
@@ -60,7 +68,8 @@ def attend_observed(
             out, _, attention_sums = attend_chunked(query, key.attention_inputs, hidden, observed=counted, **options)
         else:
             out, attention_sums = _attend_on_codes(query, key, new, valid, observed, options)
-        observer.end_attention(None if observed is None else attention_sums)
+        by_slot = paged or (not (chunked and not few) and observes_slots(query, key.attention_inputs))
+        observer.end_attention(None if observed is None else attention_sums, by_slot)
         return out.transpose(1, 2).contiguous(), None
 
     keys, values = key, value

@@ -274,6 +274,8 @@ class Plan:
         self.beside: Plan | None = None
         """The plan of tokens that several rows share; its partial outputs are among those of this plan."""
         self._hold(self.number if items is None else items.count)
+        if form.observed:
+            self._count_weights()
 
     def _laid_out(self, query: Tensor) -> Tensor:
         whole = self.kind.use.whole is not None
@@ -342,7 +344,7 @@ class Plan:
         query = self._laid_out(query)
         part = torch.empty(self.entries * (launches.value_dim + 2), dtype=torch.float32, device=device)
         if observed is not None:
-            weights, tops, slots, grains = self._scratch(query)
+            weights, tops = self._scratch(query)
         self.launch(query, inputs, part, weights, tops)
         if self.beside is not None:
             self.beside.launch(*_of_first(query, inputs, self.beside), part, self.empty, self.empty)
@@ -353,22 +355,24 @@ class Plan:
         if observed is None:
             return out, lse, None
         sums = torch.empty(launches.batch, launches.heads, sum(self.zones), dtype=torch.float32, device=device)
-        grid = sum(-(-n // SUM_TOKENS) for n in self.zones), launches.batch * launches.heads, 1
-        sizes = Held(slots=slots, grains=grains, n_quantized=self.zones[0], blocks=launches.blocks)
-        held = sizes, held_of(inputs, self.empty)
-        launches.sum(grid, weights, tops, lse, observed.contiguous(), sums, held=held)
+        held = self.sizes, held_of(inputs, self.empty)
+        launches.sum(self.sum_grid, weights, tops, lse, observed.contiguous(), sums, held=held)
         return out, lse, sums
 
-    def _scratch(self, query: Tensor) -> tuple[Tensor, Tensor, int, int]:
-        """Tensors for weights and their maxima, and how many there are of each for a block of query rows."""
+    def _count_weights(self) -> None:
+        """Fixes the sizes of the scratch for weights and their maxima."""
         launches, grain_sizes = self.launches, (REGION_GRAIN.value, EXACT_GRAIN.value, EXACT_GRAIN.value)
         region, *exact = (-(-n // grain) for n, grain in zip(self.zones, grain_sizes, strict=True))
         slots, grains = region * REGION_GRAIN.value + sum(exact) * EXACT_GRAIN.value, region + sum(exact)
         beyond = SUM_TOKENS * launches.width  # programs read beyond the end
-        dtype = torch.float32 if query.dtype == torch.float32 else torch.bfloat16
-        weights = torch.empty(launches.panels * slots * launches.width + beyond, dtype=dtype, device=query.device)
-        tops = torch.empty(launches.panels * grains * launches.width + beyond, dtype=torch.float32, device=query.device)
-        return weights, tops, slots, grains
+        self.scratch = slots * launches.panels * launches.width + beyond, grains * launches.panels * launches.width + beyond
+        self.sizes = Held(slots=slots, grains=grains, n_quantized=self.zones[0], blocks=launches.blocks)
+        self.sum_grid = sum(-(-n // SUM_TOKENS) for n in self.zones), launches.batch * launches.heads, 1
+
+    def _scratch(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Tensors for weights and their maxima."""
+        (weights, tops), dtype = self.scratch, torch.float32 if query.dtype == torch.float32 else torch.bfloat16
+        return torch.empty(weights, dtype=dtype, device=query.device), torch.empty(tops, dtype=torch.float32, device=query.device)
 
 
 def _sizes(inputs: PagedInputs) -> tuple:

@@ -52,13 +52,54 @@ def quantize_into(pages: Pages, x: Pair, slots: Tensor | int, zones: Sequence[tu
     x = contiguous(x)
     start, places = (slots, pages.table[:, None]) if isinstance(slots, int) else (0, slots)
     planes, constants, grid, warps = launched(pages, x)
+    key, value = x
     held = tuple((at, *at.stride(), zone[0].shape[2], *((side, *side.stride()[:3]) for side in zone)) for zone, at in zones)
     with torch.cuda.device_of(x[0]):
         _quantize_kernel[grid](
-            tuple((side, *side.stride()[:3]) for side in x), planes, held or None, places, places.stride(0),
+            key, value, (key.stride()[:3], value.stride()[:3]), planes, held or None, places, places.stride(0),
             places.stride(1) if places.shape[1] > 1 else 0, places.stride(2), start, *x[0].shape[2:0:-1], ZONES=len(held),
             BY_TABLE=isinstance(slots, int), **constants, num_warps=warps,
         )  # fmt: skip
+
+
+OF_TOKENS = "new_strides", "slots_b", "slots_h", "slots_t", "start", "tokens", "heads", "zones"
+
+
+def launch_into(pages: Pages, x: Pair) -> Callable[[Pair, Tensor], None]:
+    """`quantize_into` for vectors like `x` and a tensor of slots, with all other arguments prepared."""
+    planes, constants, grid, warps = launched(pages, contiguous(x))
+    run, (heads, tokens) = _into(*constants.values(), warps, x[0].device), x[0].shape[1:3]
+    of_pages, strides = Held(planes=planes), dict[tuple, Held]()
+
+    def launch(x: Pair, slots: Tensor) -> None:
+        (key, value), by_head = x, slots.shape[1] > 1
+        given = key.stride(), value.stride(), slots.stride(), by_head
+        if given not in strides:
+            if given[0][3] != 1 or given[1][3] != 1:
+                return launch(contiguous(x), slots)
+            b, h, t = slots.stride()
+            strides[given] = Held(
+                new_strides=(given[0][:3], given[1][:3]), slots_b=b, slots_h=h if by_head else 0, slots_t=t, start=0, tokens=tokens,
+                heads=heads, zones=None,
+            )  # fmt: skip
+        run(grid, key, value, slots, held=(strides[given], of_pages))
+
+    return launch
+
+
+@functools.lru_cache(maxsize=256)
+def _into(
+    layouts: tuple[PackedLayout, PackedLayout],
+    dims: tuple[int, int],
+    across: int,
+    along: int,
+    page_size: int,
+    base: int,
+    warps: int,
+    device: torch.device,
+) -> Launcher:
+    constants = {"L": layouts, "D": dims, "ACROSS": across, "ALONG": along, "PAGE": page_size, "BASE": base, "ZONES": 0, "BY_TABLE": False}
+    return Launcher(_quantize_kernel, device, ("key", "value", "slots"), (*OF_TOKENS, "planes"), **constants, num_warps=warps)
 
 
 OF_STEP = "new_strides", "tokens", "heads", "batch"
@@ -124,14 +165,15 @@ def _storing(
 
 @triton.jit(do_not_specialize=["start", "tokens", "heads"])
 def _quantize_kernel(
-    new, planes, zones, slots, slots_b, slots_h, slots_t, start, tokens, heads,
+    key, value, new_strides, planes, zones, slots, slots_b, slots_h, slots_t, start, tokens, heads,
     L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr,
     ZONES: tl.constexpr, BY_TABLE: tl.constexpr,
 ):  # fmt: skip
     """Stores `tokens` tokens. Grid (tiles of ALONG tokens and ACROSS heads, B, 2): keys, values. Strides are in elements, of packed codes
     and high bits in words of 16 bits.
 
-    new       keys [B, H, tokens, D[0]] fp16, bf16 or fp32, channels contiguous, with strides over the first three dimensions; then values
+    key       [B, H, tokens, D[0]] fp16, bf16 or fp32, channels contiguous; value [B, H, tokens, D[1]] likewise; new_strides: of both, over
+              the first three dimensions
     planes    `plane_arguments` of the first page, of keys and of values, strides over entries and heads. Codes [entries, H', PAGE, width],
               H' being H, or 1 if heads share them or have pages of their own; high bits and scales [entries, H', PAGE, scales of a token]
               likewise; the mean fp32 [B, H, 1, D]
@@ -151,7 +193,8 @@ def _quantize_kernel(
         slot = tl.where(slot < 0, -1, slot % PAGE)
     for i in tl.static_range(2):
         if tl.program_id(2) == i:
-            x, xb, xh, xt = new[i]
+            x = value if i else key
+            xb, xh, xt = new_strides[i]
             raw = load_vectors(x + (b * xb + h * xh + t * xt), live, D[i])
             for n in tl.static_range(ZONES):
                 at = tl.load(zones[n][0] + b * zones[n][1] + t * zones[n][2], mask=live, other=-1)
