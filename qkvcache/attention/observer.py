@@ -46,16 +46,15 @@ def attend_observed(
     batch, queries, tokens = query.shape[0], query.shape[2], key.shape[2]
     new = new_tokens(implementation, mask, batch, queries, query.device)
     options, policy = kernel_options(implementation, query, kwargs), observer.policy
+    observed = _query_weights(policy.observation_window, policy.decay, new.is_valid, query)
     if new.causal and new.is_valid is None and "eager" not in implementation and not kwargs.get("dropout"):
-        known = _query_weights(policy.observation_window, policy.decay, None, query)
-        plan = AttentionPlan.of(implementation, module, query, key, mask, kwargs, None, options, known)
+        plan = AttentionPlan.of(implementation, module, query, key, mask, kwargs, None, options, observed)
         if plan is not None:
             key.attention_inputs.running.plan = plan  # type: ignore[union-attr]
             return plan.attend(query, key, kwargs), None
     in_order, paged = observer.in_order or tokens == queries, key.attention_inputs.by_head
     observer.begin_attention(new.is_valid, query, options["scaling"])
     valid = functools.cache(observer.valid_columns)  # not computed for attention over pages
-    observed = _query_weights(policy.observation_window, policy.decay, new.is_valid, query)
     last = _last(policy.observation_window, new.is_valid, queries)
     in_order = in_order and (valid() is None if mask is None else mask.shape[-1] == tokens)  # layers of a kind share it
     chunked = chunked and new.causal

@@ -62,12 +62,10 @@ class AttentionPlan:
 
     def attend(self, query: Tensor, key: CompressedKV, keywords: dict[str, Any]) -> Tensor:
         """The output `[B, 1, Hq, Dv]`."""
-        sinks, observer = keywords.get("s_aux") if self.kernels.has_sinks else None, key.observer
-        if observer is not None:
-            observer.begin_attention(None, query, self.kernels.scaling)
+        sinks = keywords.get("s_aux") if self.kernels.has_sinks else None
         out, _, sums = self.kernels.run(query, key.attention_inputs.paged, sinks, self.observed)
-        if observer is not None:
-            observer.end_attention(sums, by_slot=True)
+        if key.observer is not None:
+            key.observer.observe(query, self.kernels.scaling, sums)
         return out.transpose(1, 2)
 
 

@@ -327,9 +327,9 @@ class Plan:
         """Whether another layer is launched by this plan."""
         return (query.shape, query.stride(), query.dtype, *_sizes(inputs)) == self.like and layer_of(inputs).kind is self.kind
 
-    def launch(self, query: Tensor, inputs: PagedInputs, part: Tensor, weights: Tensor, tops: Tensor) -> None:
+    def launch(self, query: Tensor, of_layer: Held, of_inputs: Held, part: Tensor, weights: Tensor, tops: Tensor) -> None:
         """Writes partial outputs to `part`."""
-        held = layer_of(inputs).held, held_of(inputs, self.empty), self.held
+        held = of_layer, of_inputs, self.held
         if self.launches.many:
             self.launches.attend(self.grid, query, part, held=held)
         else:
@@ -345,18 +345,19 @@ class Plan:
         part = torch.empty(self.entries * (launches.value_dim + 2), dtype=torch.float32, device=device)
         if observed is not None:
             weights, tops = self._scratch(query)
-        self.launch(query, inputs, part, weights, tops)
+        of_layer, of_inputs = layer_of(inputs).held, held_of(inputs, self.empty)
+        self.launch(query, of_layer, of_inputs, part, weights, tops)
         if self.beside is not None:
-            self.beside.launch(*_of_first(query, inputs, self.beside), part, self.empty, self.empty)
+            first, shared = _of_first(query, inputs, self.beside)
+            self.beside.launch(first, layer_of(shared).held, held_of(shared, self.empty), part, self.empty, self.empty)
         out = query.new_empty_strided(launches.out_shape, launches.out_strides)
         lse = torch.empty(launches.out_shape[:3], dtype=torch.float32, device=device)
-        held = layer_of(inputs).held, self.held
-        launches.reduce(launches.reduce_grid, part, self.empty if sinks is None else sinks, out, lse, held=held)
+        sinks = self.empty if sinks is None else sinks
+        launches.reduce(launches.reduce_grid, part, sinks, out, lse, held=(of_layer, self.held))
         if observed is None:
             return out, lse, None
         sums = torch.empty(launches.batch, launches.heads, sum(self.zones), dtype=torch.float32, device=device)
-        held = self.sizes, held_of(inputs, self.empty)
-        launches.sum(self.sum_grid, weights, tops, lse, observed.contiguous(), sums, held=held)
+        launches.sum(self.sum_grid, weights, tops, lse, observed.contiguous(), sums, held=(self.sizes, of_inputs))
         return out, lse, sums
 
     def _count_weights(self) -> None:

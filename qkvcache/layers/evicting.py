@@ -26,6 +26,7 @@ ATTENTION_UNREPORTED = (
     "the attention of the step before was not seen: eviction works with models whose attention goes through transformers' "
     "AttentionInterface, and a step that failed must be followed by reset()"
 )
+STEP_OVER = "no step is running: attention was given the keys of a step that is over"
 
 
 @dataclass
@@ -231,8 +232,28 @@ class EvictingLayer(CompressedLayer):
             storage.evict_token(attention_sums, step.is_valid)
             self.step = None
             return
+        if attention_sums is not None and not by_slot:
+            attention_sums = storage.tail.by_slot(attention_sums)
+        self._note(step, attention_sums)
+
+    @torch.no_grad()
+    def observe(self, query: Tensor, scaling: float, attention_sums: Tensor | None) -> None:
+        """`begin_attention` and `end_attention` of a step whose attention was planned (`attention/plan.py`): of one token, which is no
+        padding in any row, with sums by slot."""
+        step, storage = self.step, self._storage
+        if step is None or storage is None:
+            raise ValueError(STEP_OVER)
+        if not step.begun:
+            step.begun = True
+            if storage.metadata.counts:
+                storage.metadata.wait()
+            else:
+                storage.metadata.append(self._arrivals(step, query, scaling))
+        self._note(step, attention_sums)
+
+    def _note(self, step: Step, attention_sums: Tensor | None) -> None:
+        """Ends the attention of `step`, with sums by slot."""
         if attention_sums is not None:  # several layers may read these keys
-            attention_sums = attention_sums if by_slot else storage.tail.by_slot(attention_sums)
             step.attention_sums = attention_sums if step.attention_sums is None else step.attention_sums + attention_sums
         step.observed = True
         if not self.deferred:
@@ -240,7 +261,7 @@ class EvictingLayer(CompressedLayer):
 
     def _running(self) -> tuple[Step, EvictingStorage]:
         if self.step is None or self.storage is None:
-            raise ValueError("no step is running: attention was given the keys of a step that is over")
+            raise ValueError(STEP_OVER)
         return self.step, self.storage
 
     @torch.no_grad()
@@ -249,7 +270,7 @@ class EvictingLayer(CompressedLayer):
         step = self.step
         if step is None or not step.observed:
             return
-        storage: EvictingStorage = self.storage  # type: ignore[assignment]
+        storage: EvictingStorage = self._storage  # type: ignore[assignment]
         self.step = None
         if step.attention_sums is not None:
             queries = step.keys.shape[2] if step.is_valid is None else step.is_valid.sum(-1)[:, None, None]

@@ -30,7 +30,7 @@ class Budget:
 
     def size(self, seen: Count) -> Count:
         """The number of tokens that may be held when `seen` have been seen; a tensor for a tensor."""
-        return self.tokens + share_of(self.share, seen)
+        return self.tokens if not self.share and isinstance(seen, int) else self.tokens + share_of(self.share, seen)
 
 
 ONE = 2**32

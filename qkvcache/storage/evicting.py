@@ -104,6 +104,8 @@ class EvictingStorage(LayerStorage):
         self.codecs, self.policy, self.budget, self.max_length = codecs, policy, budget, max_length
         self.num_sink_tokens, self.residual_length, self.interval = num_sink_tokens, residual_length, interval
         self.ordered = in_order
+        self.room = residual_length + interval
+        """Slots of the tail: all tokens that wait for an eviction fit, and the one of a step."""
         self.static: StaticLayout | None = None
         self._start(both(lambda x: x[:, :, :0].detach().clone(), like))
 
@@ -175,11 +177,6 @@ class EvictingStorage(LayerStorage):
 
     # Steps of one token.
 
-    @property
-    def room(self) -> int:
-        """Slots of the tail: all tokens that wait for an eviction fit, and one more."""
-        return self.residual_length + self.interval
-
     def add_token(self, x: Pair) -> None:
         """Adds the token of a step, `[B, H, 1, D]`, to the tail."""
         tail = self.tail
@@ -238,7 +235,7 @@ class EvictingStorage(LayerStorage):
         """Counts on the device the tokens that leave the tail, whose oldest token is in slot `start` now."""
         if self.rows is not None:
             wraps = self.tail.start < count
-            self.rows.add_(_left(count, count - wraps * self.tail.slots, self.device))
+            self.rows.add_(_left(count, count - wraps * self.tail.slots, self.rows.device))
 
     # Steps of any number of tokens.
 
@@ -296,8 +293,13 @@ class EvictingStorage(LayerStorage):
         if leaving >= self.interval:
             self._quantize(leaving)
         if tail.slots > self.room or not self.token:  # after a step of several tokens, whose tensors may be the caller's
-            tail.resize(self.room if self.tokens.length else zone_room(tail.count, self.room))
-            self.unbind()
+            self._shrink()
+
+    def _shrink(self) -> None:
+        """Copies the tail into a ring: a whole one, if a token has left it."""
+        has_left = self.metadata.columns > self.sinks[0].shape[2] + self.tail.count
+        self.tail.resize(self.room if has_left else zone_room(self.tail.count, self.room))
+        self.unbind()
 
     def _fill_sinks(self) -> None:
         """Moves the first tokens of each row, padding left out, to the sinks."""
@@ -338,8 +340,7 @@ class EvictingStorage(LayerStorage):
         """Moves the first `count` tokens of the tail to the pages, within the budget: scores those that wait, ranks, and moves."""
         metadata, tail = self.metadata, self.tail
         metadata.describe()
-        leaving = both(lambda x: tail.of(x, 0, count), tail.sides)
-        fields = {name: tail.of(x, 0, count) for name, x in tail.fields.items()}
+        leaving, fields = tail.first(count)
         limit: int = self.limit if self.limit is not None else self._region_limit(metadata.columns)
         row_limits: Tensor | None = None
         if self.budget.share and metadata.padding is not None:
@@ -431,10 +432,9 @@ class EvictingStorage(LayerStorage):
             self.rows = self.sinks[0].new_empty(len(self.sinks[0]), len(COLUMNS), dtype=torch.int32) if self.tokens.length else None
         else:
             self.tokens.simulate(length, groups)
-        slots = self.room if self.tokens.length else zone_room(residual, self.room)
+        slots = self.room if first + groups else zone_room(residual, self.room)
         self.sinks = extended(self.sinks, sinks)
         self.metadata.simulate(self.sinks, query_heads, sinks, self.tokens.length, slots)
-        self.tail.sides = extended(self.tail.sides, slots)
 
     # Steps of one token in the static layout.
 
@@ -635,8 +635,7 @@ class EvictingStorage(LayerStorage):
         self.seq_length = numbers["seen"]
         self.sinks, residual = ((tensors[f"key.{zone}"], tensors[f"value.{zone}"]) for zone in ("sinks", "residual"))
         self.tail.set(residual, self.metadata.load(tensors, self.seq_length))
-        self.tail.resize(self.room if self.tokens.length else zone_room(self.tail.count, self.room))
-        self.unbind()
+        self._shrink()
         self.in_order, self.sinks_full = bool(numbers["in_order"]), self.seq_length >= self.num_sink_tokens
         self.metadata.ragged = isinstance(self.tokens, HeadPages) and self.tokens.length > 0 and not self.in_order
 

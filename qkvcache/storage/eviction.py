@@ -66,7 +66,9 @@ def append_and_evict(
 def replace_lowest(region: RowPages, metadata: TokenMetadata, new: Pair, fields: TokenFields) -> None:
     """`append_and_evict` for a region at its limit, without empty slots, that holds `N` tokens or more."""
     stored, count = region.length, new[0].shape[2]
-    union = {name: torch.cat([x, fields[name]], dim=-1) for name, x in metadata.region.items()}
+    union: TokenFields = {}
+    for name, x in metadata.region.items():
+        union[name] = torch.cat([x, fields[name]], dim=-1)
     order = metadata.order(union)
     if count == 1:
         into = order.argmin(-1, keepdim=True)  # `stored`: the new token itself
@@ -78,10 +80,12 @@ def replace_lowest(region: RowPages, metadata: TokenMetadata, new: Pair, fields:
         into = torch.where(accepted, lowest.gather(-1, nth), stored)
     region.own(0, region.numbers.shape[1])
     slots, place = region.places()
-    heads = order.shape[1]
-    region.store(new, slots.expand(-1, heads, -1).gather(-1, into))
+    region.store(new, slots.expand(-1, order.shape[1], -1).gather(-1, into))
     source = place[: stored + 1].expand(*order.shape[:2], -1).scatter(-1, into, place[stored : stored + count].expand_as(into))
-    metadata.region = {name: x.gather(-1, source[..., :stored]) for name, x in union.items()}
+    source = source[..., :stored]
+    for name, x in union.items():
+        union[name] = x.gather(-1, source)
+    metadata.region = union
 
 
 def append_and_share(

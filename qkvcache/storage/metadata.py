@@ -168,9 +168,10 @@ class TokenMetadata:
         """Allocates, on the meta device, the statistics of tokens like `like` `[B, H, T, D]` with `query_heads` query
         heads, and columns of each zone; those of the region only where they do not lie in pages."""
         self.sinks = F.pad(self.sinks, (0, sinks))
-        for zone, tokens in ((self._region, region), (self.tail.fields, residual)):
-            for name, x in zone.items():
-                zone[name] = F.pad(x, (0, tokens))
+        for name, x in self._region.items():
+            self._region[name] = F.pad(x, (0, region))
+        fields = {name: F.pad(x, (0, residual)) for name, x in self.tail.fields.items()}
+        self.tail.set(both(lambda x: F.pad(x, (0, 0, 0, residual)), self.tail.sides), fields)
         keys, values = (x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in like)
         queries = keys.new_zeros(keys.shape[0], query_heads, 1, keys.shape[3])
         position = torch.zeros(keys.shape[0], 1, dtype=torch.int32, device=keys.device)
@@ -247,8 +248,8 @@ class TokenMetadata:
         """The order of retention, int64 `[B, H, T]`, without ties: by the policy's priority; at equal priority newer
         tokens are higher."""
         positions = fields["positions"]
-        optional = {name: x for name, x in fields.items() if name != "positions"}
-        tokens = Tokens(positions, positions >= 0, self.lengths(), **optional)
+        get = fields.get
+        tokens = Tokens(positions, positions >= 0, self.lengths(), get("score"), get("key_norm"), get("value_norm"))
         return total_order(self.policy.rank(tokens, self.budget), positions)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:

@@ -29,11 +29,8 @@ class Tail:
 
     def set(self, sides: Pair, fields: TokenFields) -> None:
         """Takes all tokens, in order, in place of those before."""
-        self.sides, self.fields, self.start, self.count = sides, fields, 0, sides[0].shape[2]
-
-    @property
-    def slots(self) -> int:
-        return self.sides[0].shape[2]
+        self.sides, self.fields, self.start = sides, fields, 0
+        self.count = self.slots = sides[0].shape[2]
 
     def of(self, x: Tensor, begin: int = 0, count: int | None = None) -> Tensor:
         """The tokens from `begin` on in a side or field `x`, in order: `count` tokens, or all."""
@@ -42,6 +39,13 @@ class Tail:
     def tokens(self) -> Pair:
         """Keys and values `[B, H, count, D]` in order."""
         return both(self.of, self.sides)
+
+    def first(self, count: int) -> tuple[Pair, TokenFields]:
+        """The oldest `count` tokens, `[B, H, count, D]`, and their fields, as views where possible."""
+        start, end, (key, value) = self.start, self.start + count, self.sides
+        if end > self.slots:
+            return both(lambda x: self.of(x, 0, count), self.sides), {name: self.of(x, 0, count) for name, x in self.fields.items()}
+        return (key[:, :, start:end], value[:, :, start:end]), {name: x[:, :, start:end] for name, x in self.fields.items()}
 
     def write(self, x: Tensor, begin: int, new: Tensor) -> None:
         """Writes `new`, `[B, H, N, ...]`, to the tokens from `begin` on in a side or field `x`."""
@@ -63,12 +67,13 @@ class Tail:
 
     def resize(self, slots: int) -> None:
         """Copies the tokens into a ring of so many slots."""
-        missing, count = slots - self.count, self.count
-        fields = {name: F.pad(self.of(x), (0, missing)) if missing else self.of(x).clone() for name, x in self.fields.items()}
+        count = self.count
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
             sides = both(lambda x: x.new_zeros(*x.shape[:2], slots, x.shape[3]), self.sides)
-        for ring, x in zip(sides, self.tokens(), strict=True):
-            ring[:, :, :count] = x
+            fields = {name: x.new_zeros(*x.shape[:2], slots) for name, x in self.fields.items()}
+        old = *self.sides, *self.fields.values()
+        for ring, x in zip((*sides, *fields.values()), old, strict=True):
+            ring[:, :, :count] = self.of(x)
         self.set(sides, fields)
         self.count = count
 
@@ -76,6 +81,8 @@ class Tail:
         """Removes the first `count` tokens."""
         if "score" in self.fields and count:
             score, at = self.fields["score"], self.start
+            if score.is_inference() and not torch.is_inference_mode_enabled():
+                score = self.fields["score"] = score.clone()
             score[:, :, at : at + count] = 0
             if at + count > self.slots:
                 score[:, :, : at + count - self.slots] = 0
