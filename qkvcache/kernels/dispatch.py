@@ -338,8 +338,8 @@ def launch_of_step(inputs: PagedInputs, x: Pair) -> Callable[[Pair], None] | Non
 
 
 def launch_into(pages: Pages, x: Pair) -> Callable[[Pair, Tensor], None] | None:
-    """A function that quantizes keys and values like `x` into slots, a tensor as of `quantize_into`, with its launch prepared; None if there
-    is no kernel for it."""
+    """A function that quantizes keys and values like `x` in place of tokens of their rows, int64 `[B, H, T]`, negative for those that are
+    not stored, with its launch prepared; None if there is no kernel for it."""
     if not (pages.by_page and x[0].numel() and quantizes(pages.codecs, x)):
         return None
     return _module("triton_store").launch_into(pages, x)

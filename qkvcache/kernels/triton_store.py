@@ -50,39 +50,44 @@ def quantize_into(pages: Pages, x: Pair, slots: Tensor | int, zones: Sequence[tu
     if not x[0].numel():
         return
     x = contiguous(x)
-    start, places = (slots, pages.table[:, None]) if isinstance(slots, int) else (0, slots)
+    start, table = (slots, pages.table) if isinstance(slots, int) else (0, None)
+    given = (None, 0, 0, 0) if isinstance(slots, int) else (slots, *_slot_strides(slots))
     planes, constants, grid, warps = launched(pages, x)
     key, value = x
     held = tuple((at, *at.stride(), zone[0].shape[2], *((side, *side.stride()[:3]) for side in zone)) for zone, at in zones)
     with torch.cuda.device_of(x[0]):
         _quantize_kernel[grid](
-            key, value, (key.stride()[:3], value.stride()[:3]), planes, held or None, places, places.stride(0),
-            places.stride(1) if places.shape[1] > 1 else 0, places.stride(2), start, *x[0].shape[2:0:-1], ZONES=len(held),
-            BY_TABLE=isinstance(slots, int), **constants, num_warps=warps,
+            key, value, (key.stride()[:3], value.stride()[:3]), planes, held or None, *given, table,
+            0 if table is None else table.stride(0), start, *x[0].shape[2:0:-1], ZONES=len(held), BY_TABLE=table is not None,
+            **constants, num_warps=warps,
         )  # fmt: skip
+
+
+def _slot_strides(slots: Tensor) -> tuple[int, int, int]:
+    """Strides of slots `[B, 1 or H, T]`; 0 over heads that have the same."""
+    return slots.stride(0), slots.stride(1) if slots.shape[1] > 1 else 0, slots.stride(2)
 
 
 OF_TOKENS = "new_strides", "slots_b", "slots_h", "slots_t", "start", "tokens", "heads", "zones"
 
 
 def launch_into(pages: Pages, x: Pair) -> Callable[[Pair, Tensor], None]:
-    """`quantize_into` for vectors like `x` and a tensor of slots, with all other arguments prepared."""
+    """A function that quantizes vectors like `x` in place of the tokens `[B, H, T]` of each row, with all other arguments prepared."""
     planes, constants, grid, warps = launched(pages, contiguous(x))
     run, (heads, tokens) = _into(*constants.values(), warps, x[0].device), x[0].shape[1:3]
-    of_pages, strides = Held(planes=planes), dict[tuple, Held]()
+    of_pages, strides = Held(planes=planes, table=pages.table, table_b=pages.table.stride(0)), dict[tuple, Held]()
 
-    def launch(x: Pair, slots: Tensor) -> None:
-        (key, value), by_head = x, slots.shape[1] > 1
-        given = key.stride(), value.stride(), slots.stride(), by_head
+    def launch(x: Pair, places: Tensor) -> None:
+        key, value = x
+        given = key.stride(), value.stride(), places.stride()
         if given not in strides:
             if given[0][3] != 1 or given[1][3] != 1:
-                return launch(contiguous(x), slots)
-            b, h, t = slots.stride()
+                return launch(contiguous(x), places)
+            b, h, t = _slot_strides(places)
             strides[given] = Held(
-                new_strides=(given[0][:3], given[1][:3]), slots_b=b, slots_h=h if by_head else 0, slots_t=t, start=0, tokens=tokens,
-                heads=heads, zones=None,
-            )  # fmt: skip
-        run(grid, key, value, slots, held=(strides[given], of_pages))
+                new_strides=(given[0][:3], given[1][:3]), slots_b=b, slots_h=h, slots_t=t, start=0, tokens=tokens, heads=heads, zones=None
+            )
+        run(grid, key, value, places, held=(strides[given], of_pages))
 
     return launch
 
@@ -98,8 +103,9 @@ def _into(
     warps: int,
     device: torch.device,
 ) -> Launcher:
-    constants = {"L": layouts, "D": dims, "ACROSS": across, "ALONG": along, "PAGE": page_size, "BASE": base, "ZONES": 0, "BY_TABLE": False}
-    return Launcher(_quantize_kernel, device, ("key", "value", "slots"), (*OF_TOKENS, "planes"), **constants, num_warps=warps)
+    constants = {"L": layouts, "D": dims, "ACROSS": across, "ALONG": along, "PAGE": page_size, "BASE": base, "ZONES": 0, "BY_TABLE": True}
+    held = *OF_TOKENS, "planes", "table", "table_b"
+    return Launcher(_quantize_kernel, device, ("key", "value", "slots"), held, **constants, num_warps=warps)
 
 
 OF_STEP = "new_strides", "tokens", "heads", "batch"
@@ -163,9 +169,9 @@ def _storing(
     return Launcher(_step_kernel, device, ("key", "value"), (*OF_STEP, *OF_STORAGE), **constants, num_warps=warps)
 
 
-@triton.jit(do_not_specialize=["start", "tokens", "heads"])
+@triton.jit(do_not_specialize=["start", "tokens", "heads", "table_b"])
 def _quantize_kernel(
-    key, value, new_strides, planes, zones, slots, slots_b, slots_h, slots_t, start, tokens, heads,
+    key, value, new_strides, planes, zones, slots, slots_b, slots_h, slots_t, table, table_b, start, tokens, heads,
     L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr,
     ZONES: tl.constexpr, BY_TABLE: tl.constexpr,
 ):  # fmt: skip
@@ -180,13 +186,18 @@ def _quantize_kernel(
     zones     ZONES tuples of slots int64 [B, tokens], `row * R + slot`, negative: not stored, with both strides; R; keys [F, H, R, D] in
               the model's dtype with strides over the first three dimensions; then values
     slots     int64 [B, tokens] or [B, H, tokens], `entry * PAGE + offset`, BASE being the entry of the first page, or negative: not
-              stored. BY_TABLE: the table, int64 [B, pages]; token `t` is the one with number `start + t` of its row
+              stored. BY_TABLE: numbers of tokens of their row, negative: not stored; None: `start` and those after it
+    table     int32 or int64 [B, pages], entries of the pages: table_b; None without BY_TABLE
     L         `PackedLayout` of keys and of values; what one has not is not read                 heads   H
     """
     b, h0, h, t, live = vectors(tokens, heads, ACROSS, ALONG)
     if BY_TABLE:
-        slot = (start + t) % PAGE
-        page = tl.load(slots + b * slots_b + (start + t) // PAGE * slots_t, mask=live, other=BASE).to(tl.int64) - BASE
+        if slots is None:
+            place = start + t
+        else:
+            place = tl.load(slots + b * slots_b + h * slots_h + t * slots_t, mask=live, other=-1).to(tl.int64)
+        slot = tl.where(place < 0, -1, place % PAGE)
+        page = tl.load(table + b * table_b + place // PAGE, mask=live & (place >= 0), other=BASE).to(tl.int64) - BASE
     else:
         slot = tl.load(slots + b * slots_b + h * slots_h + t * slots_t, mask=live, other=-1).to(tl.int64)
         page = slot // PAGE - BASE

@@ -53,9 +53,9 @@ def append_and_evict(
     into = torch.full_like(slots, -1)[..., :1].expand(*slots.shape[:2], count)
     into = into.scatter(-1, index, torch.where(accepted, slots, -1))
     region.reserve(added)
-    region.own(0, region.numbers.shape[1])
     region.count(added)
-    region.store(new, region.pages.slots(into.clamp_min(0)).masked_fill(into < 0, -1))
+    region.calibrate(new)
+    region.replace(new, into)
     for name, x in metadata.region.items():
         x = F.pad(x, (0, added), value=-1)
         x = x.masked_fill(~retained, -1) if name == "positions" else x
@@ -69,19 +69,16 @@ def replace_lowest(region: RowPages, metadata: TokenMetadata, new: Pair, fields:
     union: TokenFields = {}
     for name, x in metadata.region.items():
         union[name] = torch.cat([x, fields[name]], dim=-1)
-    order = metadata.order(union)
+    order, place = metadata.order(union), torch.arange(stored + count, device=new[0].device)
     if count == 1:
         into = order.argmin(-1, keepdim=True)  # `stored`: the new token itself
     else:
         lowest = order.topk(count, dim=-1, largest=False, sorted=False).indices.sort(-1).values
-        place = torch.arange(stored, stored + count, device=order.device)
-        accepted = (lowest[..., None] != place).all(-2)
+        accepted = (lowest[..., None] != place[stored:]).all(-2)
         nth = (accepted.cumsum(-1) - 1).clamp_min(0)
         into = torch.where(accepted, lowest.gather(-1, nth), stored)
-    region.own(0, region.numbers.shape[1])
-    slots, place = region.places()
-    region.store(new, slots.expand(-1, order.shape[1], -1).gather(-1, into))
-    source = place[: stored + 1].expand(*order.shape[:2], -1).scatter(-1, into, place[stored : stored + count].expand_as(into))
+    region.replace(new, into.masked_fill(into == stored, -1))
+    source = place[: stored + 1].expand(*order.shape[:2], -1).scatter(-1, into, place[stored:].expand_as(into))
     source = source[..., :stored]
     for name, x in union.items():
         union[name] = x.gather(-1, source)

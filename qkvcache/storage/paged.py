@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
@@ -138,16 +137,8 @@ class PagedTokens:
     def store(self, x: Pair, slots: Tensor | int) -> None:
         """Quantizes keys and values `[B, H, T, D]` into slots of the pages, `kernels.quantize_into`, in one launch if
         there is a kernel, else block by block."""
-        if not self.calibrated:
-            self.calibrate(x)
+        self.calibrate(x)
         tokens = x[0].shape[2]
-        if isinstance(slots, Tensor):
-            kind = "store", x[0].shape, x[0].dtype
-            if kind not in self.launches:
-                self.launches[kind] = launch_into(self.pages, x)
-            if (launch := self.launches[kind]) is not None:
-                launch(x, slots)
-                return
         block = tokens if quantizes(self.codecs, x) else min(map(block_of, x))
         for at in range(0, tokens, block):
             key, value = (side[:, :, at : at + block] for side in x)
@@ -418,13 +409,17 @@ class RowPages(PagedTokens):
             self.cache = self._block_cache(self.offloads, slots // BLOCK)
         self.length = length(groups)
 
-    def places(self) -> tuple[Tensor, Tensor]:
-        """The slots of the stored tokens and -1, int64 `[B, 1, N + 1]`; and the numbers from 0 to `2 * N`."""
-        kind = "places", self.length
+    def replace(self, x: Pair, places: Tensor) -> None:
+        """Quantizes keys and values `[B, H, T, D]` in place of the tokens `places` of each head, int64 `[B, H, T]`; negative for those that
+        are not stored. Statistics are `calibrated`."""
+        self.own(0, self.numbers.shape[1])
+        kind = "replace", x[0].shape, x[0].dtype
         if kind not in self.launches:
-            place = torch.arange(2 * self.length + 1, device=self.pool.device)
-            self.launches[kind] = F.pad(self.pages.slots(place[: self.length]), (0, 1), value=-1), place
-        return self.launches[kind]
+            self.launches[kind] = launch_into(self.pages, x)
+        if (launch := self.launches[kind]) is not None:
+            launch(x, places)
+        else:
+            self.store(x, self.pages.slots(places.clamp_min(0)).masked_fill(places < 0, -1))
 
     def append(self, x: Pair) -> None:
         """Quantizes and stores keys and values `[B, H, T, D]`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 
@@ -21,7 +22,7 @@ from qkvcache.kernels.launch import Launcher
 from qkvcache.kernels.tables import tables
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.evicting import EvictingLayer
-from qkvcache.policies import H2O, AdaKV, KeyDiff, Policy
+from qkvcache.policies import H2O, TOVA, AdaKV, KeyDiff, Policy, SnapKV
 from qkvcache.storage import GROUP
 from tests.launches import counted
 from tests.matrix import FORMATS as REGISTRY
@@ -191,7 +192,8 @@ def test_steps_of_heads_that_share_a_budget(monkeypatch):
     assert len(shared[4]) == 11  # and again after an eviction
 
 
-MOST_CALLS = {"decode": 50}
+EVICTING = {kind.__name__: kind(budget=128, interval=1) for kind in (SnapKV, H2O, KeyDiff, TOVA)}
+MOST_CALLS = {"decode": 50, "evict": 90}
 """The most Python calls of a layer and step, as DESIGN allows."""
 
 
@@ -214,13 +216,22 @@ def calls_of_a_layer(step: Callable[[], object]) -> list[str]:
 
 
 @torch.no_grad()
-def test_a_layer_of_a_step_makes_few_calls(monkeypatch):
-    """Beside the kernels, which do nothing here."""
+@pytest.mark.parametrize("policy", [None, *EVICTING])
+def test_a_layer_of_a_step_makes_few_calls(monkeypatch, policy):
+    """Beside the kernels, which do nothing here. Between evictions, a layer that evicts makes few more than one that grows."""
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
-    network, ids = model("llama"), torch.randint(3, 100, (1, 200))
-    cache = CompressedCache(network.config, format="turboquant_4bit_nc")
-    network(ids, past_key_values=cache)
     monkeypatch.setattr(GridExecutor, "__call__", lambda kernel, *args, **kwargs: None)
-    network(ids[:, :1], past_key_values=cache)
-    calls = calls_of_a_layer(lambda: network(ids[:, :1], past_key_values=cache))
-    assert 0 < len(calls) <= MOST_CALLS["decode"], calls
+    network, ids = model("llama"), torch.randint(3, 100, (1, 200))
+
+    def calls(**options) -> list[list[str]]:
+        cache = CompressedCache(network.config, format="turboquant_4bit_nc", **options)
+        network(ids, past_key_values=cache)
+        network(ids[:, :1], past_key_values=cache)
+        return [calls_of_a_layer(lambda: network(ids[:, :1], past_key_values=cache)) for _ in range(2)]
+
+    if policy is None:
+        assert all(0 < len(step) <= MOST_CALLS["decode"] for step in calls()), calls()
+        return
+    often, seldom = EVICTING[policy], replace(EVICTING[policy], interval=16)
+    assert all(0 < len(step) <= MOST_CALLS["evict"] for step in calls(policy=often)), calls(policy=often)
+    assert len(calls(policy=seldom)[-1]) <= MOST_CALLS["decode"] + 12, calls(policy=seldom)[-1]
