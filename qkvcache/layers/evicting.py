@@ -17,7 +17,7 @@ from torch import Tensor
 from ..attention.compressed_kv import CompressedKV
 from ..attention.rope import Rope
 from ..formats import Format, Identity
-from ..kernels import Pair
+from ..kernels import AttentionInputs, Pair
 from ..policies import Arrivals, Budget, Policy
 from ..storage import EvictingStorage, StaticLayout, check_room
 from .compressed import CompressedLayer
@@ -102,11 +102,8 @@ class EvictingLayer(CompressedLayer):
         storage = self._storage
         if storage is not None and self._is_plain_step(storage, key_states, value_states):
             self.step = Step(key_states, value_states, static=False)
-            storage.add_token((key_states, value_states))
+            inputs = self._add_token(storage, (key_states, value_states))
             storage.seq_length += 1
-            inputs = storage.token_inputs()
-            if storage.shares_plan:
-                inputs.running = self.running
             return CompressedKV(inputs, True, inputs.tokens, self), CompressedKV(inputs, False, inputs.tokens, self)
         tokens, compiling = key_states.shape[2], torch.compiler.is_compiling()
         if compiling:
@@ -124,8 +121,7 @@ class EvictingLayer(CompressedLayer):
             inputs = layout.attention_inputs if compiling else storage.static_inputs(layout.inputs.sinks, layout.ring)
         elif tokens == 1 and not self.empty:
             storage.to_dynamic()
-            storage.add_token((key_states, value_states))
-            inputs = storage.token_inputs(self._rotated_sinks(storage, 1))
+            inputs = self._add_token(storage, (key_states, value_states), self._rotated_sinks(storage, 0))
         else:
             storage.append((key_states, value_states))
             inputs = storage.attention_inputs(self._rotated_sinks(storage, tokens))
@@ -133,6 +129,14 @@ class EvictingLayer(CompressedLayer):
         if not compiling:
             storage.advance(tokens)
         return CompressedKV(inputs, True, inputs.tokens, self), CompressedKV(inputs, False, inputs.tokens, self)
+
+    def _add_token(self, storage: EvictingStorage, token: Pair, sinks: Pair | None = None) -> AttentionInputs:
+        """Adds a token to the tail; returns the inputs of attention. `sinks`: as of `token_inputs`."""
+        storage.add_token(token)
+        inputs = storage.token_inputs(sinks)
+        if sinks is None and storage.shares_plan:
+            inputs.running = self.running
+        return inputs
 
     def _is_plain_step(self, storage: EvictingStorage, key: Tensor, value: Tensor) -> bool:
         """Whether a step is like the one before it, of one token, and needs no preparation."""

@@ -183,7 +183,7 @@ class EvictingStorage(LayerStorage):
         if tail.count == tail.slots:
             tail.resize(zone_room(tail.count + 1, max(self.room, tail.count + 1)))
             self.unbind()
-        if self.bound is not self.tokens.pages or not self.token:
+        if not self.token or (self.inputs is not None and self.bound is not self.tokens.pages):
             self.bind()
         if self.launch is not None:
             self.launch(x)

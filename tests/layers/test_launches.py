@@ -184,12 +184,14 @@ def decoded(patch: pytest.MonkeyPatch, policy: Policy, steps: int) -> list[list[
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_steps_of_heads_that_share_a_budget(monkeypatch):
-    """Between evictions, one more than where each head has its own, which counts the token among the exact ones; after an eviction, one
+    """Between evictions, three more than where each head has its own, whose one launch writes and counts the token; after an eviction, one
     that reads the scores of pages."""
     one = H2O(budget=100, num_sink_tokens=4, recent=8, interval=4)
     own, shared = (decoded(monkeypatch, policy, 6) for policy in (one, AdaKV(one)))
-    assert len(shared[1]) == len(shared[2]) == len(own[1]) + 1 == 10
-    assert len(shared[4]) == 11  # and again after an eviction
+    assert own[1] == own[2] == ["_step_kernel", "attend_kernel", "reduce_kernel", "sum_splits_kernel", "add", "add"]
+    assert len(own[3]) < 60, own[3]  # an eviction of four tokens
+    assert len(shared[1]) == len(shared[2]) == len(own[1]) + 3 == 9
+    assert len(shared[4]) == 10  # and again after an eviction
 
 
 EVICTING = {kind.__name__: kind(budget=128, interval=1) for kind in (SnapKV, H2O, KeyDiff, TOVA)}
