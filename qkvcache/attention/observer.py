@@ -30,8 +30,8 @@ from ..kernels import (
 from ..kernels.attend_chunked import attend_chunked
 from .compressed_kv import CompressedKV
 from .full import full_attention
-from .plan import AttentionPlan
 from .masks import NewTokens, joined, joined_by_head, kernel_options, mask_of_new, new_tokens, sees_itself
+from .plan import AttentionPlan
 
 
 def attend_observed(

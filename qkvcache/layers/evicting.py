@@ -99,7 +99,7 @@ class EvictingLayer(CompressedLayer):
         before (the model computes attention itself), if keys or values require a gradient, and for a prompt in compiled
         code.
         """
-        storage = self._storage
+        storage: EvictingStorage = self._storage  # type: ignore[assignment]
         if storage is not None and self._is_plain_step(storage, key_states, value_states):
             self.step = Step(key_states, value_states, static=False)
             inputs = self._add_token(storage, (key_states, value_states))
@@ -114,7 +114,7 @@ class EvictingLayer(CompressedLayer):
             self.storage.record_compiled_step(1)  # type: ignore[union-attr]
         else:
             self._prepare_step(key_states, value_states)
-        storage: EvictingStorage = self.storage  # type: ignore[assignment]
+        storage = self.storage  # type: ignore[assignment]
         self.step = Step(key_states, value_states, static=tokens == 1 and self.is_static)
         if self.step.static:
             layout: StaticLayout = storage.static  # type: ignore[assignment]
@@ -244,8 +244,9 @@ class EvictingLayer(CompressedLayer):
     def observe(self, query: Tensor, scaling: float, attention_sums: Tensor | None) -> None:
         """`begin_attention` and `end_attention` of a step whose attention was planned (`attention/plan.py`): of one token, which is no
         padding in any row, with sums by slot."""
-        step, storage = self.step, self._storage
-        if step is None or storage is None:
+        step: Step | None = self.step
+        storage: EvictingStorage = self._storage  # type: ignore[assignment]
+        if step is None:
             raise ValueError(STEP_OVER)
         if not step.begun:
             step.begun = True

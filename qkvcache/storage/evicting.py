@@ -55,7 +55,7 @@ from .head_pages import HeadPages
 from .metadata import TokenMetadata, no_tokens
 from .paged import RowPages
 from .storage import LayerStorage, attention_inputs_of, extended, sides_of, zone_room
-from .tail import Tail
+from .tail import Tail, TokenFields
 
 
 @dataclass(eq=False)
@@ -198,8 +198,8 @@ class EvictingStorage(LayerStorage):
         """Prepares steps of one token for the tensors that there are now."""
         tail, pages, sinks = self.tail, self.tokens.pages, self.sinks[0].shape[2]
         self.unbind()
-        self.bound = pages
         if isinstance(self.tokens, RowPages) and pages.by_page:
+            self.bound = pages
             batch, device = len(self.sinks[0]), self.device
             counts = 0, 0, 0, sinks, tail.start, tail.count, tail.start, tail.start + sinks + tail.count
             with torch.inference_mode(False):

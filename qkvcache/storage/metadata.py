@@ -222,8 +222,8 @@ class TokenMetadata:
         self.has_holes = not all(full)
 
     def observe(self, attention_sums: Tensor, queries: Tensor | int) -> None:
-        """Updates scores with the attention `[B, H, T]` that `queries` queries gave to each column, or to each slot of pages; in the tail, to
-        each slot."""
+        """Updates scores with the attention `[B, H, T]` that `queries` queries gave to each column, or to each slot of pages,
+        and to each slot of the tail."""
         if not self.observes:
             self.describe()  # scores of tokens come first
         fields = self.tail.fields
