@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache
 from qkvcache import CompressedCache, demo
 from qkvcache.evaluation.quality import held_bytes
 from qkvcache.formats import REGISTRY
+from qkvcache.releases import passing
 
 DYNAMIC, QUANTO = "DynamicCache", "QuantizedCache quanto 4-bit"
 SHOWN = ("identity", "int8", "fp8", "nvfp4", "turboquant_4bit_nc")
@@ -50,12 +51,12 @@ def measure_one(args: argparse.Namespace, dtype: str, threads: int) -> None:
     ids = torch.tensor(demo.text_ids(tokenizer)[: args.tokens])[None]
 
     def decode_ms(cache: Cache, token: torch.Tensor, steps: int) -> float:
-        return milliseconds(lambda: [model(token, past_key_values=cache) for _ in range(steps)]) / steps
+        return milliseconds(lambda: [model(token, **passing(cache)) for _ in range(steps)]) / steps
 
     ready, times = {}, {}
     for name, factory in caches(model.config).items():
         cache = factory()
-        token = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        token = model(ids, **passing(cache), logits_to_keep=1).logits[:, -1:].argmax(-1)
         decode_ms(cache, token, 3)
         ready[name], times[name] = (cache, token, held_bytes(cache) / cache.get_seq_length()), []
     for number in range(args.rounds):

@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from qkvcache import CompressedCache
 from qkvcache.kernels import dispatch, launch
+from qkvcache.releases import passing
 
 SHAPE = {"num_hidden_layers": 1, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 """The attention of Llama 3.1 8B; nothing else of the model is computed while it is timed."""
@@ -36,7 +37,7 @@ def timed(format: str, steps: int, rounds: int) -> dict[str, float]:
     """Microseconds of a step, with a prompt of 1,024 tokens before."""
     model = random_llama(tiny=True, on="cpu", **SHAPE)
     cache = CompressedCache(model.config, format=format)
-    model(torch.zeros(1, 1024, dtype=torch.long), past_key_values=cache)
+    model(torch.zeros(1, 1024, dtype=torch.long), **passing(cache))
     module, attend = model.model.layers[0].self_attn, ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None)
     query, key, value = (torch.zeros(1, heads, 1, SHAPE["head_dim"], dtype=torch.bfloat16) for heads in (32, 8, 8))
 

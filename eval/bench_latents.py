@@ -36,6 +36,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from qkvcache import CompressedCache
 from qkvcache.kernels import attend_latents, on_triton
 from qkvcache.kernels.attend_latents import attend_latents as reference
+from qkvcache.releases import passing
 
 SECTIONS = ("decode", "chosen", "step", "indexed")
 STOCK = "transformers"
@@ -157,8 +158,8 @@ def step(tiny: bool, cache_name: str, tokens: int) -> dict:
     model = DeepseekV3ForCausalLM(config).eval()
     cache = DynamicCache(config=config) if cache_name == STOCK else CompressedCache(config, format=cache_name)
     ids = torch.randint(config.vocab_size, (1, tokens))
-    model(ids, past_key_values=cache, logits_to_keep=1)
-    ms = min(milliseconds(lambda: model(ids[:, :1], past_key_values=cache)) for _ in range(6))
+    model(ids, **passing(cache), logits_to_keep=1)
+    ms = min(milliseconds(lambda: model(ids[:, :1], **passing(cache))) for _ in range(6))
     layers = (x for layer in cache.layers for x in ((layer.keys, layer.values) if cache_name == STOCK else (t for _, t in layer.tensors())))
     return {"ms": ms, "bytes_per_token": sum(x.numel() * x.itemsize for x in layers) / tokens / config.num_hidden_layers}
 
@@ -173,14 +174,14 @@ def indexed_step(tiny: bool, cache_name: str, tokens: int) -> dict:
     model = AutoModelForCausalLM.from_config(config).eval()
     cache = DynamicCache(config=config) if cache_name == STOCK else CompressedCache(config, format=format)
     probe = DynamicCache(config=config)
-    model(torch.tensor([[5]]), past_key_values=probe)
+    model(torch.tensor([[5]]), **passing(probe))
     cache.update(*(torch.randn(1, x.shape[1], tokens, x.shape[3]) for x in (probe.layers[0].keys, probe.layers[0].values)), 0)
     cache.update_indexer(torch.randn(1, tokens, config.index_head_dim), 0)
     layer = cache.layers[0]
     held = (layer.keys, layer.values, layer.indexer_keys) if cache_name == STOCK else (x for _, x in layer.tensors())
     nbytes = sum(x.numel() * x.itemsize for x in held)
     with mock.patch.object(sys.modules[reference.__module__], "LEAST_SAVED", float("inf") if masked else 2):
-        ms = min(milliseconds(lambda: model(torch.tensor([[5]]), past_key_values=cache)) for _ in range(6))
+        ms = min(milliseconds(lambda: model(torch.tensor([[5]]), **passing(cache))) for _ in range(6))
     return {"ms": ms, "bytes_per_token": nbytes / tokens}
 
 

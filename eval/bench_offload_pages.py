@@ -30,6 +30,7 @@ from qkvcache import CompressedCache, demo
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import AttentionBudget, PagedInputs, attend_pages, fetch_blocks, triton_fetch_blocks, triton_select_blocks
 from qkvcache.kernels.pages import BLOCK
+from qkvcache.releases import passing
 from qkvcache.storage import RowPages, attention_inputs_of
 
 FORMAT = "turboquant_4bit_nc"
@@ -57,7 +58,7 @@ def hits(tokens: int, budget: int, steps: int) -> float:
     with mock.patch.object(fetch_blocks, "place_blocks", placed):
         cache = CompressedCache(model.config, format=FORMAT, attention_budget=budget, offload_pages=True)
         ids = torch.tensor([demo.text_ids(tokenizer)[:tokens]])
-        model.generate(ids, past_key_values=cache, max_new_tokens=steps, do_sample=False)
+        model.generate(ids, **passing(cache), max_new_tokens=steps, do_sample=False)
     missing, chosen = map(sum, zip(*seen[model.config.num_hidden_layers :], strict=True))
     return 1 - missing / chosen
 
@@ -107,7 +108,7 @@ def step(model: PreTrainedModel, where: str, budget: int, rows: int, tokens: int
     torch.cuda.reset_peak_memory_stats()
 
     def eager(steps: int) -> float:
-        return milliseconds(lambda: [model(ids, past_key_values=cache, logits_to_keep=1) for _ in range(steps)]) / steps
+        return milliseconds(lambda: [model(ids, **passing(cache), logits_to_keep=1) for _ in range(steps)]) / steps
 
     with torch.inference_mode():
         eager(2)
@@ -121,7 +122,7 @@ def step(model: PreTrainedModel, where: str, budget: int, rows: int, tokens: int
             peak = torch.cuda.max_memory_allocated()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                model(ids, past_key_values=cache, logits_to_keep=1)
+                model(ids, **passing(cache), logits_to_keep=1)
         graph.replay()
         found["ms"] = milliseconds(lambda: [graph.replay() for _ in range(20)]) / 20
     return found | {"peak_gib": peak / 2**30, "bytes": (peak - weights) / (rows * KV_HEADS * tokens * config.num_hidden_layers)}

@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qw
 from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache, PrefixStore
+from qkvcache.releases import passing
 
 
 def forget(directory: Path) -> None:
@@ -55,11 +56,11 @@ class Bench:
         return CompressedCache(self.model.config, format=self.format)
 
     def prefill(self, cache: Cache) -> Cache:
-        self.model(self.ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+        self.model(self.ids[:, :-1], **passing(cache), logits_to_keep=1)
         return cache
 
     def logits(self, cache: Cache) -> Tensor:
-        return self.model(self.ids[:, -1:], past_key_values=cache).logits
+        return self.model(self.ids[:, -1:], **passing(cache)).logits
 
     def least(self, call: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
         return min(milliseconds(call, before) for _ in range(self.repeats))
@@ -131,10 +132,10 @@ def first_tokens(model: PreTrainedModel, way: str, prompts: list[Tensor], interv
     for ids in prompts:
         begin, before = time.process_time(), store.stats.tokens_reused
         if way == DENSE:
-            model.generate(ids, past_key_values=DynamicCache(config=model.config), max_new_tokens=1)
+            model.generate(ids, **passing(DynamicCache(config=model.config)), max_new_tokens=1)
         else:
             with store.reuse(ids) as past:
-                model.generate(ids, past_key_values=past, max_new_tokens=1)
+                model.generate(ids, **passing(past), max_new_tokens=1)
         seconds.append(time.process_time() - begin)
         reused.append(store.stats.tokens_reused - before)
     return {"seconds": seconds, "reused": reused, "store_bytes": store.stats.nbytes}

@@ -4,12 +4,12 @@
     python eval/bench_turns.py --markdown        the tables of the documentation, from the rows: needs no GPU
     python eval/bench_turns.py --plot            turns.png, from the rows
 
-turns      a Llama of 8 layers of the 8B shape in bf16 holds the past and reads new tokens at once, `model(ids, past_key_values=cache)`.
+turns      a Llama of 8 layers of the 8B shape in bf16 holds the past and reads new tokens at once, `model(ids, cache=cache)`.
            Milliseconds by the clock, the best of four turns; the first turn, with all that it compiles, and the longest of the others are
            in the rows too. 32 new tokens are a chunk of `qkvcache eval`. Peak memory is what is allocated beside the weights and the cache.
 attention  one layer's attention of new tokens over the past and themselves, GPU time, beside the best bf16 attention of torch: flash, cuDNN
            and memory-efficient attention, each with the heads of a group as rows or told of the groups, without a mask, over as many
-           tokens. Over a compressed past, where cuDNN attends in time (`kernels/attend_chunked.py`), it does so from the second call on.
+           tokens.
 prefix     time to the first token of a prompt of 32,768 stored tokens and 256 others: with a `PrefixStore`, and computed.
 """
 
@@ -19,7 +19,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -32,10 +31,10 @@ from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache, PrefixStore
-from qkvcache.attention.route import on_codes
-from qkvcache.kernels import attend_chunked as chunks
+from qkvcache.attention.route import path_of
 from qkvcache.kernels import attend_on_codes
 from qkvcache.kernels.attend_chunked import attend_chunked
+from qkvcache.releases import passing
 
 SECTIONS = ("turns", "attention", "prefix")
 PAST, LAYERS, TURNS = 32768, 8, 4
@@ -71,7 +70,7 @@ def turn(model: PreTrainedModel, name: str, rows: int, queries: int) -> dict:
     times = []
     for _ in range(TURNS):
         ids = torch.randint(config.vocab_size, (rows, queries), device="cuda")
-        times.append(milliseconds(lambda ids=ids: model(ids, past_key_values=cache, logits_to_keep=1)))
+        times.append(milliseconds(lambda ids=ids: model(ids, **passing(cache), logits_to_keep=1)))
     peak = torch.cuda.max_memory_allocated() - before
     first, *others = times
     found = {"ms": min(times), "first_ms": first, "longest_ms": max(others), "peak_bytes": peak}
@@ -111,17 +110,17 @@ def compressed_attention(format: str, rows: int, queries: int, config: LlamaConf
     inputs = cache.update(key, value, 0)[0].attention_inputs
 
     def attend() -> object:
-        return attend_on_codes(query, inputs, causal=True) if on_codes(query, inputs) else attend_chunked(query, inputs)
+        in_chunks = path_of("sdpa", query, inputs) == "chunks"
+        return attend_chunked(query, inputs) if in_chunks else attend_on_codes(query, inputs, causal=True)
 
-    with mock.patch.object(chunks, "PLAN_FLOPS", 1):
-        return {"cache": format, "rows": rows, "new": queries, "us": queued_us(attend)}
+    return {"cache": format, "rows": rows, "new": queries, "us": queued_us(attend)}
 
 
 def prefix(model: PreTrainedModel, format: str) -> dict:
     ids = torch.randint(model.config.vocab_size, (1, PAST + AFTER), device="cuda")
 
     def first_token(cache: Cache, ids: Tensor) -> None:
-        model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax().item()
+        model(ids, **passing(cache), logits_to_keep=1).logits.argmax().item()
 
     def computed() -> None:
         first_token(CompressedCache(model.config, format=format), ids)

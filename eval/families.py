@@ -33,7 +33,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from families_models import CAUSAL, EXACT, OTHERS, PROMPT, STEPS, Family
+from families_models import CAUSAL, EXACT, OTHERS, PROMPT, STEPS, Family, by_hand
 from families_tables import ABSENT, ERROR, FORMATS, NOTHING, REFUSED, THEIRS, WORKS, table, worse
 from harness import RESULTS, read_rows, replace_rows
 from torch import Tensor
@@ -43,10 +43,12 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import qkvcache
 from qkvcache import CompressedCache, H2OCache, PrefixStore, SinkCache, continuous_batching
+from qkvcache.attention import install
 from qkvcache.attention.compressed_kv import CompressedKV
 from qkvcache.caches.memory import measured
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.progress import track
+from qkvcache.releases import passing
 
 PACKAGE = str(Path(qkvcache.__file__).parent)
 ROOM, BUDGET = 64, 16
@@ -95,7 +97,7 @@ def prefix(of: Family, cache: Callable[..., Cache], cut: int = 0) -> tuple[Tenso
     want = of.generate(text, of.dynamic(), of.forced)
     if cache == of.dynamic:
         past = cache()
-        of.model(head, past_key_values=past)
+        of.model(head, **passing(past))
         past.crop(-cut) if cut else None
         return of.generate(text, past, of.forced), want
     store = PrefixStore(of.model, max_bytes=2**24, format="identity", min_match_tokens=8, checkpoint_interval=8, **EXACT)
@@ -237,12 +239,26 @@ def evicting(of: Family, padding: bool) -> tuple[str, str | None]:
     return WORKS, None
 
 
+def routed(of: Family, name: str) -> tuple[str, str | None]:
+    """With `attn_implementation="qkvcache"` logits are those of the model's own, with DynamicCache and with compressed layers."""
+
+    def logits(cache: str) -> tuple[Tensor, Tensor]:
+        install()
+        other = Family(name, "qkvcache")
+        return other.generate(of.ids, getattr(other, cache)(), of.forced), of.base
+
+    wrong = attempt(lambda: logits("dynamic")) or attempt(lambda: logits("cache"))
+    return WORKS if wrong is None else REFUSED if wrong.startswith(REFUSED) else ERROR, wrong
+
+
 def cells(name: str) -> dict[str, Any]:
     """The cells of a family and, in `said`, why they are not `=`; `absent`: why transformers does not run it."""
     row: dict[str, Any] = {"family": name, "said": {}}
     try:
+        row["by hand"] = by_hand(name)
         of = Family(name)
-        of.base  # noqa: B018
+        if again := difference(of.generate(of.ids, of.dynamic(), of.forced), of.base):
+            return row | {"absent": f"DynamicCache does not repeat itself: {again}"}
         layers = DynamicCache(config=of.config).layers
     except TimeoutError:
         raise
@@ -259,6 +275,7 @@ def cells(name: str) -> dict[str, Any]:
     for feature, format in FORMATS.items():
         how, said, row[f"bytes, {feature}"] = compressed(of, format)
         put(feature, how, said)
+    put("route", *routed(of, name))
     put("eviction", *evicting(of, row["padded"] == WORKS))
     theirs = None if of.encodes else attempt(lambda: batching(of, of.dynamic))
     put("their batching", ABSENT if of.encodes else THEIRS if theirs else WORKS, theirs)

@@ -24,11 +24,12 @@ SHOWN = {
     "beams": "beams",
     "prefix": "stored prefix",
     "common prefix": "part of one",
+    "route": "`qkvcache` attention",
     "eviction": "eviction",
     "batching": "batching",
     "their batching": "transformers' batching",
 }
-HEADERS = ["families", "layers", *SHOWN.values(), *(f"bytes, {name}" for name in FORMATS)]
+HEADERS = ["families", "layers", *SHOWN.values(), *(f"bytes, {name}" for name in FORMATS), "set by hand"]
 LAYERS = {
     "DynamicLayer": "full",
     "DynamicSlidingWindowLayer": "sliding",
@@ -72,7 +73,8 @@ def table(rows: list[Row]) -> Table:
     found = []
     for cells, alike in sorted(lines.items(), key=lambda line: -len(line[1])):
         sizes = (between([row[f"bytes, {name}"] for row in alike]) for name in FORMATS)
-        found.append([", ".join(row["family"] for row in alike), *cells, *sizes])
+        changed = "; ".join(f"{row['family']}: {', '.join(row['by hand'])}" for row in alike if row["by hand"])
+        found.append([", ".join(row["family"] for row in alike), *cells, *sizes, changed])
     missing = ", ".join(row["family"] for row in rows if "absent" in row)
     end = f"Not built or not run with a DynamicCache by transformers itself: {missing}." if missing else ""
     return Table(HEADERS, found, caption=end, rule=("---", "---", ":-:"))

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache
 from qkvcache import CompressedCache
 from qkvcache.caches import H2OCache
 from qkvcache.evaluation.quality import held_bytes
+from qkvcache.releases import passing
 
 QUANTO, H2O, BUDGET = "QuantizedCache quanto 4-bit", "H2O", 4096
 WARM, SEEN = 6, 32  # steps that are left out, and that the profiler sees
@@ -123,13 +124,13 @@ class Bench:
         gpu("synchronize")
         begin = time.perf_counter()
         for part in ids.split(CHUNK // self.scale, dim=1):
-            token = self.model(part, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1)
+            token = self.model(part, **passing(cache), logits_to_keep=1).logits[:, -1].argmax(-1)
         token.cpu()
         return time.perf_counter() - begin
 
     def generate(self, cache: Cache, ids: Tensor, past: int, tokens: int, clock: Clock | None = None) -> None:
         mask = torch.ones(ids.shape[0], past + ids.shape[1], dtype=torch.long, device=self.model.device)
-        self.model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=tokens, do_sample=False, streamer=clock)
+        self.model.generate(ids, attention_mask=mask, **passing(cache), max_new_tokens=tokens, do_sample=False, streamer=clock)
 
     def peak(self) -> int:
         return gpu("max_memory_allocated") - self.weights

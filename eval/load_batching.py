@@ -24,6 +24,7 @@ from transformers import GenerationConfig
 from qkvcache import CompressedCache, demo, models
 from qkvcache.batching.server import Server
 from qkvcache.formats import TurboQuant
+from qkvcache.releases import passing
 
 CACHE = {"format": TurboQuant(center=False), "residual_length": 16}
 """A format without a mean, which would be that of the first prompts for all."""
@@ -74,7 +75,7 @@ def expected(path: str, prompts: list[str]) -> dict[str, list[str]]:
     for prompt in prompts:
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
         cache = CompressedCache(model.config, **CACHE)
-        out = model.float().generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy, past_key_values=cache)
+        out = model.float().generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy, **passing(cache))
         answer = out[0, ids.shape[1] :]
         found[prompt] = [tokenizer.decode(answer[:count], skip_special_tokens=True) for count in range(max(NEW) + 1)]
     return found

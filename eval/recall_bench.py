@@ -27,6 +27,7 @@ from transformers.cache_utils import Cache
 from qkvcache import CompressedCache, policies, profile_heads
 from qkvcache.evaluation.quality import compare
 from qkvcache.policies import Policy
+from qkvcache.releases import passing
 
 DENSE = "dense"
 LEAST = 0.3
@@ -94,9 +95,9 @@ class Bench:
         asked = [len(question.ids) - 1 for question in prompt.questions]
         begin, logits = min(asked), []
         for few in ids[:, :begin].split(max(QUESTION_STEP, self.args.step), dim=1) if begin else ():
-            self.model(few, past_key_values=cache, logits_to_keep=1)
+            self.model(few, **passing(cache), logits_to_keep=1)
         for some in ids[:, begin:].split(self.args.step, dim=1):
-            logits.append(self.model(some, past_key_values=cache).logits)
+            logits.append(self.model(some, **passing(cache)).logits)
         found = torch.cat(logits, dim=1)
         answer = torch.arange(max(len(question.answer) for question in prompt.questions), device=found.device)
         at = (self.tensor(asked)[:, None] - begin + answer).clamp_max(found.shape[1] - 1)

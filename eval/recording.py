@@ -20,6 +20,7 @@ from qkvcache.formats import Format
 from qkvcache.kernels import Pair, sum_attention
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.policies import Budget, KVzip, Policy, Random
+from qkvcache.releases import passing
 
 
 @torch.no_grad()
@@ -125,7 +126,7 @@ def record(model: PreTrainedModel, ids: Tensor) -> tuple[Recorded, Tensor]:
     parts, logits = [], []
     for rows in in_groups(model, ids):
         parts.append(RecordingCache(model.config, policy=Random(budget=ids.shape[1])))
-        logits.append(model(rows, past_key_values=parts[-1], logits_to_keep=1).logits[:, -1])
+        logits.append(model(rows, **passing(parts[-1]), logits_to_keep=1).logits[:, -1])
     for index, layers in enumerate(zip(*(part.layers for part in parts), strict=True)):
         cache.update(*(torch.cat(side) for side in zip(*(layer.given for layer in layers), strict=True)), index)
         call = layers[0].call

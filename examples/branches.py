@@ -47,12 +47,12 @@ class Sampler:
         """A cache that has read the prompt up to its last token, which `generate` reads."""
         cache = self.cache()
         with torch.no_grad():
-            self.model(self.ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+            self.model(self.ids[:, :-1], cache=cache, logits_to_keep=1)
         return cache
 
     def sample(self, cache: CompressedCache, count: int, clock: Clock) -> list[tuple[float, str]]:
         out = self.model.generate(
-            self.ids, attention_mask=torch.ones_like(self.ids), past_key_values=cache, num_return_sequences=count, do_sample=True,
+            self.ids, attention_mask=torch.ones_like(self.ids), cache=cache, num_return_sequences=count, do_sample=True,
             temperature=self.temperature, top_k=0, max_new_tokens=ANSWER_TOKENS, stopping_criteria=StoppingCriteriaList([clock]),
             return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip

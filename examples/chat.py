@@ -102,7 +102,7 @@ class Chat:
             self.cache.compress(self.model, self.ids, tokenizer=self.turns.tokenizer)
             return
         with progress(f"reading {self.ids.shape[1]:,} tokens"):
-            self.model(self.ids, past_key_values=self.cache, logits_to_keep=1)
+            self.model(self.ids, cache=self.cache, logits_to_keep=1)
 
     def ask(self, question: str, streamer: TextStreamer | None = None) -> Turn:
         """The answer, which `streamer` prints as it comes. Question and answer stay in the chat."""
@@ -112,7 +112,7 @@ class Chat:
         clock = Clock()
         options = {"max_new_tokens": self.new_tokens, "do_sample": False, "attention_mask": torch.ones_like(ids), "streamer": streamer}
         begin = time.perf_counter()
-        self.ids = self.model.generate(ids, past_key_values=self.cache, stopping_criteria=StoppingCriteriaList([clock]), **options)
+        self.ids = self.model.generate(ids, cache=self.cache, stopping_criteria=StoppingCriteriaList([clock]), **options)
         answer = self.ids[0, ids.shape[1] :].tolist()
         decoding = clock.times[-1] - clock.times[0]
         rate = (len(answer) - 1) / decoding if decoding else 0.0

@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> dict:
     prompt = f"The code word of Anna is dilzon. {demo.text()[:4000]}\n\nWhat is the code word of Anna? The code word of Anna is"
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     cache = CompressedCache(model.config, format=args.cache)
-    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    out = model.generate(**inputs, cache=cache, max_new_tokens=8, do_sample=False)
     held: Counter[str] = Counter()
     for layer in cache.layers:
         for _, tensor in layer.tensors():

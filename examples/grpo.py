@@ -41,7 +41,7 @@ def rollout(prompts: list[str], trainer: CompressedGRPO) -> dict[str, list]:
     with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
         inputs = inputs.to(model.device)
         out = model.generate(
-            **inputs, past_key_values=CompressedCache(model.config, format=trainer.cache_format), return_dict_in_generate=True,
+            **inputs, cache=CompressedCache(model.config, format=trainer.cache_format), return_dict_in_generate=True,
             output_logits=True, max_new_tokens=args.max_completion_length, do_sample=True, temperature=args.temperature, top_k=0,
             pad_token_id=tokenizer.pad_token_id,
         )  # fmt: skip

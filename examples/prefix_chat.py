@@ -39,7 +39,7 @@ def answer(model, tokenizer, ids: list[int], past: Cache) -> tuple[list[int], st
     clock, prompt = Clock(), torch.tensor([ids])
     options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": ANSWER_TOKENS, "do_sample": False}
     begin = time.perf_counter()
-    out = model.generate(prompt, past_key_values=past, stopping_criteria=StoppingCriteriaList([clock]), **options)
+    out = model.generate(prompt, cache=past, stopping_criteria=StoppingCriteriaList([clock]), **options)
     first, new = clock.times[0] - begin, out[0, len(ids) :].tolist()
     for count in range(1, len(new) + 1):
         text = tokenizer.decode(new[:count])

@@ -53,7 +53,7 @@ def chat(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, turns: Iter
         begin, computed = ids.shape[1], ids.shape[1] - cache.get_seq_length()
         print(f"\nuser: {turn[:90]}{' ...' if len(turn) > 90 else ''}\nmodel:", end=" ", flush=True)
         options = {"max_new_tokens": new_tokens, "do_sample": False, "attention_mask": torch.ones_like(ids), "streamer": streamer}
-        ids = model.generate(ids, past_key_values=cache, **options)
+        ids = model.generate(ids, cache=cache, **options)
         answer = tokenizer.decode(ids[0, begin:], skip_special_tokens=True)
         rows.append({"turn": turn, "answer": answer, "computed": computed, "seen": cache.get_seq_length(), "bytes": cache.nbytes})
         print(f"[{rows[-1]['seen']:,} tokens so far, {cache.stored_length():,} held in {cache.nbytes / 1e6:.2f} MB]")

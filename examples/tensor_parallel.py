@@ -28,7 +28,7 @@ def main() -> None:
     prompt = f"The code word of Anna is dilzon. {demo.text()[:4000]}\n\nWhat is the code word of Anna? The code word of Anna is"
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     cache = CompressedCache(model.config, format=args.cache)
-    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    out = model.generate(**inputs, cache=cache, max_new_tokens=8, do_sample=False)
     answer = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :]).strip()
     rank, heads = torch.distributed.get_rank(), cache.layers[0].dense()[0].shape[1]
     print(f"rank {rank}: {heads} KV heads, {cache.nbytes / 1e6:.2f} MB: {answer.splitlines()[0]}", flush=True)

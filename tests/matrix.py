@@ -120,12 +120,10 @@ POLICIES = {
     "h2o": lambda budget: policies.H2O(budget=budget),
     "h2o_sum": lambda budget: policies.H2O(budget=budget, reduce="sum", num_sink_tokens=1, recent=3),
     "h2o_decay": lambda budget: policies.H2O(budget=budget, decay=0.9, recent=2),
-    "h2o_value_norm": lambda budget: policies.H2O(budget=budget, recent=2, value_norm=True),
     "tova": lambda budget: policies.TOVA(budget=budget, num_sink_tokens=2, recent=3),
     "tova_paper": lambda budget: policies.TOVA(budget=budget, num_sink_tokens=0, recent=0),
     "snapkv": lambda budget: policies.SnapKV(budget=budget, interval=1, window_size=4, recent=3),
     "keydiff": lambda budget: policies.KeyDiff(budget=budget, recent=3),
-    "keydiff_values": lambda budget: policies.KeyDiff(budget=budget, recent=2, protect_values=0.25),
     "knorm": lambda budget: policies.Knorm(budget=budget, recent=3),
     "random": lambda budget: policies.Random(budget=budget, recent=2),
     "expected_attention": lambda budget: policies.ExpectedAttention(budget=budget, recent=3, n_future_positions=16),
@@ -137,9 +135,8 @@ POLICIES = {
 SHARED = {
     "snapkv": lambda budget: policies.AdaKV(policies.SnapKV(budget=budget, interval=1, window_size=4, recent=3)),
     "snapkv_interval": lambda budget: policies.AdaKV(policies.SnapKV(budget=budget, interval=3, window_size=4, recent=2), 0.3),
-    "h2o_value_norm": lambda budget: policies.AdaKV(policies.H2O(budget=budget, recent=2, value_norm=True), 0.5),
+    "h2o": lambda budget: policies.AdaKV(policies.H2O(budget=budget, recent=2), 0.5),
     "tova": lambda budget: policies.AdaKV(policies.TOVA(budget=budget, num_sink_tokens=0, recent=0), 0.0),
-    "tova_values": lambda budget: policies.AdaKV(policies.TOVA(budget=budget, recent=3, protect_values=0.25)),
     "expected_attention": lambda budget: policies.AdaKV(policies.ExpectedAttention(budget=budget, recent=3, n_future_positions=16), 0.1),
     "custom": lambda budget: policies.AdaKV(policies.Custom(function=lambda t: t.score * t.value_norm, budget=budget, recent=2)),
 }

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from qkvcache.caches import CompressedCache
 from qkvcache.formats import Codec, Codes, Format
 from qkvcache.policies import Policy, Tokens
+from qkvcache.releases import passing
 
 Check = Callable[[Format, int], None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -319,7 +320,7 @@ class _Reader:
             if self.policy.second_reading and not number:
                 cache.compress(model, ids[:, step], attention_mask=mask[:, :end], progress=False)
             else:
-                model(ids[:, step], attention_mask=mask[:, :end], position_ids=positions[:, step], past_key_values=cache)
+                model(ids[:, step], attention_mask=mask[:, :end], position_ids=positions[:, step], **passing(cache))
             found.append(self._kept(cache, mask[:, :end].sum(-1).tolist()))
         return found
 

@@ -14,6 +14,7 @@ from transformers import Cache, PreTrainedModel
 from qkvcache.kernels import KeysOrValues
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.hybrid import HybridLayer
+from qkvcache.releases import passing
 from tests.seeds import SEED
 
 ZONES = {"zones": {"num_sink_tokens": 2, "residual_length": 4}, "bare": {"num_sink_tokens": 0, "residual_length": 0}}
@@ -50,7 +51,7 @@ def forward(model: PreTrainedModel, cache: Cache, ids: Tensor, mask: Tensor, beg
     """Logits of the real tokens in `[begin, end)`, `[N, V]`."""
     positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, begin:end]
     with torch.no_grad():
-        out = model(input_ids=ids[:, begin:end], attention_mask=mask[:, :end], position_ids=positions, past_key_values=cache)
+        out = model(input_ids=ids[:, begin:end], attention_mask=mask[:, :end], position_ids=positions, **passing(cache))
     return out.logits[mask[:, begin:end].bool()]
 
 
@@ -75,7 +76,7 @@ def prompt(rows: int = 1, length: int = 40) -> dict[str, Tensor]:
 def run(network, cache, inputs=None, **options):
     torch.manual_seed(SEED + 2)
     options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | options
-    return network.generate(**(inputs or prompt()), past_key_values=cache, **options)
+    return network.generate(**(inputs or prompt()), **passing(cache), **options)
 
 
 class DenseLayer(CompressedLayer):
@@ -125,15 +126,15 @@ def count_decoded_layers() -> Iterator[list[KeysOrValues]]:
 
 
 def count_fused(monkeypatch) -> list:
-    """A list that grows by one with each launch of a fused attention kernel."""
+    """A list that grows by one with each attention call of the fused kernels."""
     from qkvcache.kernels import launch, plan
 
-    calls, call = [], plan.Plan
+    calls, run = [], plan.Plan.run
 
-    def counted(*args):
+    def counted(self, query, *args):
         if not launch._AHEAD.on:  # then it compiles, and launches nothing
-            calls.append(args[0].shape)
-        return call(*args)
+            calls.append(query.shape)
+        return run(self, query, *args)
 
-    monkeypatch.setattr(plan, "Plan", counted)
+    monkeypatch.setattr(plan.Plan, "run", counted)
     return calls

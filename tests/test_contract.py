@@ -14,8 +14,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from qkvcache import CompressedCache, TurboQuantCache, attach
+from qkvcache.attention.masks import HARMLESS, USED
 from qkvcache.caches.arguments import OWN_ATTENTION
 from qkvcache.layers.compressed import CompressedLayer
+from qkvcache.releases import passing
 from tests.matrix import FORMATS, MODELS, THREE, model
 from tests.reference import MODES, ZONES, assert_close, count_decoded_layers, decoded, forward, steps
 from tests.seeds import SEED
@@ -34,22 +36,33 @@ def parameters(function) -> list[str]:
 # Signatures.
 
 
+def test_keywords_of_attention_functions_are_known():
+    """Each keyword that a model passes is used, changes nothing, or is refused by name."""
+    found: set[str] = set()
+    for file in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
+        for call in re.findall(r"= attention_interface\(\n(.*?)\n +\)\n", file.read_text(), re.DOTALL):
+            found |= set(re.findall(r"^ +(\w+)=", call, re.MULTILINE))
+    tensors = {"query", "key", "value", "attention_mask"}
+    refused = {"block_indices", "sinks"}  # of MiniMax-M3, and of Inkling 2, whose eager attention alone has them
+    assert {"scaling", "position_bias", "s_aux"} <= found <= USED | HARMLESS | tensors | refused | {"indices"}
+
+
 def test_get_interface():
     assert parameters(AttentionInterface.get_interface) == ["self", "attn_implementation", "default"]
 
 
 def test_models_whose_attention_no_policy_sees():
     """Those that update a cache, and nowhere ask for an attention function, are among those that eviction is refused for."""
-    found, unseen, alibi = set(), set(), {"bloom", "mpt"}
+    found, unseen, alibi, states = set(), set(), {"bloom", "mpt"}, {"nemotron3_5_asr", "vibevoice_acoustic_tokenizer", "vibevoice_asr"}
     for file in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
         code = file.read_text()
-        if re.search(r"past\w*\.update\(", code) and "ALL_ATTENTION_FUNCTIONS" not in code:
+        if re.search(r"(past|cache)\w*\.update\(", code) and "ALL_ATTENTION_FUNCTIONS" not in code:
             types = re.findall(r'model_type = "([^"]+)"', "".join(x.read_text() for x in file.parent.glob("configuration_*.py")))
             assert types, file.name
             found |= {file.parent.name}
             if not OWN_ATTENTION & set(types):
                 unseen.add(file.parent.name)
-    assert unseen <= alibi and {"falcon", "gptj", "xlm"} <= found
+    assert unseen <= alibi | states and {"falcon", "xlm"} <= found
 
 
 def test_masks_of_flex_attention_can_be_cut():
@@ -185,14 +198,14 @@ def test_positions_come_from_the_cache(name):
     caches = CompressedCache(network.config, format="identity", **ZONE), DynamicCache(config=network.config)
     for begin, end in ((0, 20), (20, 37), (37, 38), (38, 40)):
         with torch.no_grad():
-            ours, theirs = (network(ids[:, begin:end], past_key_values=cache).logits for cache in caches)
+            ours, theirs = (network(ids[:, begin:end], **passing(cache)).logits for cache in caches)
         assert_close(ours, theirs, of_model(network))
 
 
 def generate(network, cache, inputs, **options):
     torch.manual_seed(SEED)
     options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None} | options
-    return network.generate(**inputs, past_key_values=cache, **options)
+    return network.generate(**inputs, **passing(cache), **options)
 
 
 MODES_OF_GENERATE = {

@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, warmup
+from qkvcache.releases import passing
 from tests.matrix import FORMATS, model
 from tests.reference import ZONES, assert_close, count_decoded_layers, count_fused, decoded, forward
 from tests.seeds import SEED
@@ -42,7 +43,7 @@ def prompt(rows: int = 2, length: int = 300) -> dict[str, torch.Tensor]:
 
 def generate(network, cache, inputs=None, **options):
     options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True} | options
-    return network.generate(**(inputs or prompt()), past_key_values=cache, output_logits=True, **options)
+    return network.generate(**(inputs or prompt()), **passing(cache), output_logits=True, **options)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-3), (torch.bfloat16, 0.06)])
@@ -121,7 +122,7 @@ def prefill(network, cache, length: int) -> int:
     requested = "requested_bytes.all.current"
     before = torch.cuda.memory_stats()[requested]
     with torch.no_grad():
-        network.model(prompt(4, length)["input_ids"], past_key_values=cache)
+        network.model(prompt(4, length)["input_ids"], **passing(cache))
     torch.cuda.synchronize()
     return torch.cuda.memory_stats()[requested] - before
 

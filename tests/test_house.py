@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parent.parent / "qkvcache"
 FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
 ORDER = ["formats", "kernels", "policies", "storage", "attention", "layers", "caches"]  # each may import those before it
-ALONE = {"models", "progress"}  # import no other
-FOR_ALL = {"progress"}
+ALONE = {"autocast", "models", "progress", "releases"}  # import no other
+FOR_ALL = {"autocast", "progress", "releases"}
 ABOVE = {"batching", "prefix", "planning", "evaluation", "demo"}  # these import all of them
 ABOVE |= {"options", "commands", "cli", "__init__"}
 
@@ -79,6 +79,30 @@ def test_formats_and_kernels_know_nothing_of_transformers():
 def test_bad_input_is_refused_and_not_asserted():
     for name, tree in ((name, parsed(name)) for name in FILES):
         assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)], name
+
+
+TYPED = {"zeros", "ones", "empty", "full", "eye", "rand", "randn", "randint", "randperm", "linspace", "logspace", "tensor", "scalar_tensor"}
+PLACED = TYPED | {"arange", "tril_indices", "triu_indices"}
+
+
+def factories_of_modes(tree: ast.AST) -> list[int]:
+    """Lines of calls that make a tensor of the process's default dtype or on its default device."""
+    found = []
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        module, _, name = ast.unparse(call.func).rpartition(".")
+        wanted = ({"dtype"} if name in TYPED else set()) | ({"device"} if name in PLACED else set())
+        if module == "torch" and wanted - {keyword.arg for keyword in call.keywords}:
+            found.append(call.lineno)
+    return found
+
+
+def test_tensors_are_made_in_a_named_dtype_and_place():
+    for name in FILES:
+        assert not factories_of_modes(parsed(name)), name
+
+
+def test_a_factory_without_a_dtype_is_seen():
+    assert factories_of_modes(ast.parse("torch.zeros(2, device=x.device)\ntorch.arange(3)\ntorch.arange(3, device=at)")) == [1, 2]
 
 
 def launches_unguarded(tree: ast.AST) -> list[int]:

@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, demo
+from qkvcache.releases import passing
 
 device, format, max_length = sys.argv[1], sys.argv[2], int(sys.argv[3]) or None
 model, tokenizer = demo.load(torch.bfloat16 if device == "cuda" else torch.float32, device)
@@ -23,10 +24,10 @@ first, second = torch.tensor([text[:1500]], device=device), torch.tensor([text[3
 def two_turns(cache):
     """The logits at the first step of the second turn, and how many tokens the cache has seen."""
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
-    model.generate(first, past_key_values=cache, **options)
+    model.generate(first, **passing(cache), **options)
     cache.crop(first.shape[1] - 1 - cache.get_seq_length())  # what the model answered may differ
     both = torch.cat([first, second], dim=1)
-    found = model.generate(both, past_key_values=cache, **options)
+    found = model.generate(both, **passing(cache), **options)
     return found.logits[0].float().log_softmax(-1), cache.get_seq_length()
 
 

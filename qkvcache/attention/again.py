@@ -9,6 +9,7 @@ attention does not see token ids.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -21,15 +22,18 @@ from .compressed_kv import CompressedKV
 from .masks import once
 
 
-def notice_again(implementation: str, query: Tensor, key: CompressedKV, mask: Any, options: dict[str, Any]) -> None:
+def notice_again(
+    implementation: str, module: torch.nn.Module, query: Tensor, key: CompressedKV, mask: Any, options: dict[str, Any]
+) -> None:
     """Warns if a row of the step, of several tokens, begins at a position that the cache has seen; raises ValueError if that is position
-    0."""
+    0. `module`: the attention that asks."""
     positions = options.get("position_ids")
     if torch.compiler.is_compiling() or not isinstance(positions, Tensor):
         return
     if positions.shape[1:] != query.shape[2:3]:
         return  # positions of images and text have three dimensions, and need not increase
-    once("positions", positions, (), lambda: _compare(positions.to(query.device), _shown(implementation, query, mask), query.shape[2], key))
+    shown = functools.partial(_shown, implementation, query, mask)
+    once("positions", positions, (), module, lambda: _compare(positions.to(query.device), shown(), query.shape[2], key))
 
 
 def _compare(positions: Tensor, shown: Tensor | None, queries: int, key: CompressedKV) -> None:

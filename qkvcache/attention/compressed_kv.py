@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ..autocast import without_autocast
 from ..kernels import AttentionInputs, KeysOrValues, attend_on_codes, dense, pv, qk, unfold
 from ..kernels.attend import Options
 
@@ -182,6 +183,7 @@ class CompressedKV:
             x = x.reshape(*form.leading, *x.shape[2:])
         return x.mT if form.transposed else x
 
+    @without_autocast()
     def whole(self) -> Tensor:
         """The dequantized tensor `[B, H, columns, D]`."""
         inputs = self.attention_inputs
@@ -296,6 +298,7 @@ def warn_once(message: str) -> None:
 # Functions of torch on the codes; None for arguments that need the dense tensors.
 
 
+@without_autocast("left")
 def _matmul(left: Any, right: Any) -> Tensor | None:
     """`q @ k.T` (`[B, Hq, Q, D]` to `[B, Hq, Q, T]`) or `p @ v` after `repeat_kv`, with any sizes before the last two."""
     if not isinstance(left, Tensor) or not isinstance(right, CompressedKV) or right.form.tiled or left.shape[:-2] != right.shape[:-2]:
@@ -309,11 +312,13 @@ def _matmul(left: Any, right: Any) -> Tensor | None:
     return out.view(*left.shape[:-1], -1).to(left.dtype)
 
 
+@without_autocast("given", "batch1")
 def _baddbmm(given: Tensor, batch1: Any, batch2: Any, *, beta: float = 1, alpha: float = 1) -> Tensor | None:
     product = _matmul(batch1, batch2) if isinstance(given, Tensor) else None
     return None if product is None else beta * given + alpha * product
 
 
+@without_autocast("query")
 def _sdpa(
     query: Tensor,
     key: Any,

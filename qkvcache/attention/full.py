@@ -18,12 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..autocast import without_autocast
 from ..kernels import AttentionInputs, Exact, KeysOrValues, attend
-from .masks import lower_right
+from .masks import biased, lower_right, unknown
 
+NAME = "qkvcache"
 QUERY_BLOCK = 256
 
 
+@without_autocast("query", "key", "value")
 def full_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -35,13 +38,25 @@ def full_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
-    **kwargs: Any,
+    position_bias: Tensor | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of queries `[B, Hq, Q, D]` over keys and values `[B, H, T, D]`; returns `[B, Q, Hq, Dv]`, as transformers expects."""
+    """Attention of queries `[B, Hq, Q, D]` over keys and values `[B, H, T, D]`; returns `[B, Q, Hq, Dv]`, as transformers expects.
+    `position_bias` `[B or 1, Hq, Q, T]` is added to the scores. Raises NotImplementedError for dropout and for `others` that may change the
+    result."""
     if dropout:
         raise NotImplementedError("attention dropout is for training: call model.eval(), or use another attn_implementation")
+    if names := unknown(NAME, others):
+        raise NotImplementedError(
+            f"{type(module).__name__} calls attention with {', '.join(names)}, which attn_implementation={NAME!r} does not know: "
+            "use 'sdpa' or, where the model refuses that, 'eager'"
+        )
     queries, tokens = query.shape[2], key.shape[2]
     causal = attention_mask is None and queries > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if position_bias is not None:
+        if causal:
+            attention_mask = torch.ones(queries, tokens, dtype=torch.bool, device=query.device).tril(tokens - queries)
+        attention_mask, causal = biased(attention_mask, position_bias[..., :tokens]), False
     plain = softcap is None and s_aux is None
     over_past = causal and queries != tokens
     mask = lower_right(queries, tokens) if plain and over_past else attention_mask

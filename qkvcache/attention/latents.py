@@ -13,7 +13,6 @@ class without `expand_kv` is left alone: its attention dequantizes the layer, wi
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any, Unpack
 
@@ -22,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from ..autocast import with_autocast
 from ..kernels import AttentionInputs, KeysOrValues, attend_latents, pv, qk
 from ..kernels.attend import Options
 from ..kernels.attend_chunked import (
@@ -35,6 +35,7 @@ from ..kernels.attend_chunked import (
     supports_queries,
 )
 from .compressed_kv import AS_RETURNED, CompressedKV, Form, of_one_update
+from .model_code import code_of
 
 ABSORBED_QUERIES = 128
 """The most queries whose attention is absorbed. For more, expanding the latents, block by block, takes fewer operations:
@@ -44,32 +45,30 @@ _stock: dict[type, Callable] = {}
 """The method `expand_kv` of each class that is wrapped."""
 
 
-def absorb(config: PreTrainedConfig) -> tuple[int, int] | None:
-    """Wraps `expand_kv` of the attention classes of this model, and returns the channels of a latent and of a rotated
-    key; None if the model caches no latents, or has no such method. Idempotent."""
-    config = config.get_text_config(decoder=True)
+def channels(config: PreTrainedConfig) -> tuple[int, int] | None:
+    """The channels of a latent and of a rotated key in a layer with this config; None if it caches no latents."""
     rank = getattr(config, "kv_lora_rank", None)
-    if not rank:
-        return None
-    kinds = [kind for kind in _modeling_classes(config) if isinstance(getattr(kind, "expand_kv", None), Callable)]  # type: ignore[arg-type]
+    return (rank, config.qk_rope_head_dim) if rank else None
+
+
+def has_latents(config: PreTrainedConfig) -> bool:
+    """Whether layers of the model with this text config cache latents. Their channels may differ (Dots3)."""
+    return any(channels(layer) for layer in (config.per_layer_config if config.is_heterogeneous else [config]))
+
+
+def absorb(config: PreTrainedConfig) -> bool:
+    """Wraps `expand_kv` of the attention classes of this model, and returns whether it caches latents and has such a method. Idempotent."""
+    config = config.get_text_config(decoder=True)
+    if not has_latents(config):
+        return False
+    code = code_of(config)
+    modules = [x for x in vars(code).values() if isinstance(x, type) and issubclass(x, nn.Module)] if code else []
+    kinds: list[Any] = [kind for kind in modules if callable(getattr(kind, "expand_kv", None))]
     for kind in kinds:
         if "expand_kv" in vars(kind) and kind not in _stock:
             _stock[kind] = kind.expand_kv
             kind.expand_kv = _wrapped(kind.expand_kv)
-    return (rank, config.qk_rope_head_dim) if kinds else None
-
-
-def _modeling_classes(config: Any) -> list[Any]:
-    """The modules in the file of the model's code, which lies beside that of its config."""
-    for kind in type(config).__mro__:
-        package, _, name = kind.__module__.rpartition(".")
-        if name.startswith("configuration_"):
-            try:
-                code = importlib.import_module(f"{package}.{name.replace('configuration_', 'modeling_', 1)}")
-            except ImportError:
-                continue
-            return [x for x in vars(code).values() if isinstance(x, type) and issubclass(x, nn.Module)]
-    return []
+    return bool(kinds)
 
 
 def restore() -> None:
@@ -94,7 +93,7 @@ class Expansion:
     """The latents of one layer for one step, and the attention `module` whose method `stock` expands them."""
 
     def __init__(self, module: Any, stock: Callable, inputs: AttentionInputs):
-        self.module, self.stock, self.inputs = module, stock, inputs
+        self.module, self.stock, self.inputs = module, with_autocast(stock), inputs
         self.nope, self.rope, self.value_dim = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
         rank = inputs.key.shape[3]
         weight = transposed_weight(module.kv_b_proj, rank, inputs.key.device).mT

@@ -25,6 +25,25 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+USED = frozenset(("scaling", "softcap", "s_aux", "is_causal", "sliding_window", "position_bias", "dropout"))
+"""Keywords of attention functions that kernels of this library use."""
+PACKED = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
+"""Keywords that flash attention uses in place of a mask."""
+HARMLESS = PACKED.union((
+    "cache_position", "deterministic", "logits_to_keep", "num_items_in_batch", "output_attentions", "output_hidden_states",
+    "output_router_logits", "position_ids", "return_dict", "seq_idx", "use_cache",
+))  # fmt: skip
+"""Keywords that transformers passes to attention functions, and that change nothing in attention with a mask."""
+
+
+def unknown(implementation: str, keywords: dict[str, Any]) -> list[str]:
+    """The names of keywords that the attention function of `implementation` may use, and that kernels of this library do not."""
+    if implementation in ("sdpa", "flex_attention"):  # transformers' functions ignore all others
+        return []
+    known = USED | HARMLESS - PACKED if "flash" in implementation else USED | HARMLESS
+    return sorted(name for name in keywords.keys() - known if keywords[name] is not None)
+
+
 def kernel_options(implementation: str, query: Tensor, keywords: dict[str, Any]) -> dict[str, Any]:
     """The kernel options `scaling`, `softcap` and `sinks` for queries `[B, Hq, Q, D]`."""
     scaling = keywords.get("scaling")
@@ -66,14 +85,20 @@ def visible(
             mask = inside if mask is None else mask & inside
     else:
         causal = mask is None and options.get("is_causal") is not False
-    if bias is not None:
-        mask = bias if mask is None else bias.masked_fill(~mask, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else mask + bias
-    return mask, causal
+    return mask if bias is None else biased(mask, bias), causal
+
+
+def biased(mask: Tensor | None, bias: Tensor) -> Tensor:
+    """`bias`, which is added to scores, with a bool or additive `mask`; broadcastable to `[B, Hq, Q, T]` all."""
+    if mask is None:
+        return bias
+    return bias.masked_fill(~mask, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else mask + bias
 
 
 def chosen_columns(mask: Tensor, indices: Tensor) -> Tensor:
-    """`mask`, bool `[B, 1, Q, T]`, with the columns `indices` `[B, Q, N]` alone."""
-    return mask & torch.zeros_like(mask).scatter(-1, indices[:, None].long(), True)
+    """`mask`, bool or additive `[B, 1, Q, T]`, with the columns `indices` `[B, Q, N]` alone."""
+    chosen = torch.zeros_like(mask, dtype=torch.bool).scatter(-1, indices[:, None].long(), True)
+    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
 class Padding(NamedTuple):
@@ -89,25 +114,41 @@ class Padding(NamedTuple):
     shown_from: int | None = None
 
 
+class _Found(NamedTuple):
+    """A result of `once`, what it was asked for, and the layer that asked last; None: not known."""
+
+    given: weakref.ref
+    state: tuple
+    result: Any
+    layer: int | None
+
+
 _last = threading.local()
-"""The argument, the state and the result of `once`, by what was asked."""
+"""The last `_Found` of the thread, by what was asked."""
 COMPARED = 2**26
 """Entries of a mask compared at a time."""
 
 
-def once(what: str, given: Any, state: tuple, find: Callable[[], T]) -> T:
+def once(what: str, given: Any, state: tuple, module: Any, find: Callable[[], T]) -> T:
     """Returns `find()`, which reads `given` and so waits for the device: once for all layers of a thread's step, which have the same masks
-    and positions. A caller may write into them between steps."""
-    state = *state, given._version if isinstance(given, Tensor) and not given.is_inference() else 0
-    last = getattr(_last, what, None)
-    if last is None or last[0]() is not given or last[1] != state:
-        last = weakref.ref(given), state, find()
-        setattr(_last, what, last)
-    return last[2]
+    and positions. A caller may write into them between steps. A tensor has a version that tells, except in inference mode. Without a
+    version, a result serves layers in ascending order: a layer that does not come after the last one begins another step. `module`: the
+    attention that asks, which has a `layer_idx`."""
+    version = given._version if isinstance(given, Tensor) and not given.is_inference() else None
+    state, layer, last = (*state, version), getattr(module, "layer_idx", None), getattr(_last, what, None)
+    if last is None or last.given() is not given or last.state != state or (version is None and not _follows(layer, last.layer)):
+        last = _Found(weakref.ref(given), state, find(), layer)
+    setattr(_last, what, last._replace(layer=layer))
+    return last.result
 
 
-def padding_columns(given: Any, mask: Tensor | None, causal: bool, queries: int, tokens: int) -> Padding:
-    """The padding in the mask that `visible` made from the `given` mask of transformers."""
+def _follows(layer: int | None, last: int | None) -> bool:
+    """Whether a layer that asks after the `last` one is known to be of the same step."""
+    return layer is not None and last is not None and layer > last
+
+
+def padding_columns(module: Any, given: Any, mask: Tensor | None, causal: bool, queries: int, tokens: int) -> Padding:
+    """The padding in the mask that `visible` made from the mask `given` to the attention `module`."""
     if mask is None:
         return Padding(causal)
     if mask.dtype != torch.bool or mask.shape[1] != 1 or (mask.shape[2] == 1) != causal:
@@ -119,7 +160,7 @@ def padding_columns(given: Any, mask: Tensor | None, causal: bool, queries: int,
         hidden = None if not fits or bool(shown.all()) else ~shown
         return Padding(fits, hidden, None if hidden is None else int(hidden.any(0).nonzero()[-1]) + 1)
 
-    return once("padding", given, (queries, tokens), find)
+    return once("padding", given, (queries, tokens), module, find)
 
 
 def _hides_columns(mask: Tensor) -> bool:
@@ -150,9 +191,12 @@ class NewTokens:
     causal: bool
 
 
-def new_tokens(implementation: str, mask: Any, batch: int, queries: int, device: torch.device) -> NewTokens:
-    """The part of transformers' `mask` over the last `queries` tokens."""
-    new = mask_of_new(implementation, mask, batch, queries, device)
+def new_tokens(
+    implementation: str, module: Any, mask: Any, batch: int, queries: int, device: torch.device, tokens: int | None = None
+) -> NewTokens:
+    """The part over the last `queries` of `tokens` tokens of the `mask` given to the attention `module`. `tokens`: the columns of the mask
+    that stand for tokens; None: all."""
+    new = mask_of_new(implementation, mask, batch, queries, device, tokens)
     if new is None:
         return NewTokens(None, None, True)
 
@@ -161,28 +205,45 @@ def new_tokens(implementation: str, mask: Any, batch: int, queries: int, device:
         causal = new.dtype == torch.bool and new.shape[1] == 1 and (queries == 1 or _hides_columns(new))
         return None if bool(valid.all()) else valid.clone(), causal  # a view would keep the mask alive
 
-    is_valid, causal = once("new", mask, (queries,), find)
+    is_valid, causal = once("new", mask, (queries, tokens), module, find)
     return NewTokens(new, None if is_valid is None else is_valid.to(device), causal)
 
 
-def mask_of_new(implementation: str, mask: Any, batch: int, queries: int, device: torch.device) -> Tensor | None:
-    """`NewTokens.mask` of the last `queries` tokens."""
+def mask_of_new(implementation: str, mask: Any, batch: int, queries: int, device: torch.device, tokens: int | None = None) -> Tensor | None:
+    """`NewTokens.mask` of the last `queries` of `tokens` tokens."""
     if mask is None:
         return None
     if isinstance(mask, BlockMask):
         rows, q = torch.arange(batch, device=device)[:, None, None], torch.arange(queries, device=device)
-        shown = mask.mask_mod(rows, rows * 0, q[None, :, None], q[None, None, :] + mask.shape[-1] - queries)
+        columns = min(mask.shape[-1], tokens or mask.shape[-1])
+        shown = mask.mask_mod(rows, rows * 0, q[None, :, None], q[None, None, :] + columns - queries)
         return shown.expand(batch, queries, queries)[:, None]
     if "flash" in implementation:
         return _causal(queries, device) & mask[:, None, None, -queries:].bool()
-    return mask[..., -queries:]
+    return mask[..., :tokens][..., -queries:]
 
 
 def sees_itself(new: Tensor, batch: int) -> Tensor:
     """Whether each new token attends to itself, bool `[B, Q]`: padding does not."""
-    diagonal = new[:, 0].diagonal(dim1=-2, dim2=-1)
-    diagonal = diagonal if diagonal.dtype == torch.bool else diagonal > torch.finfo(diagonal.dtype).min / 2
-    return diagonal.expand(batch, -1)
+    return _visible(new[:, 0].diagonal(dim1=-2, dim2=-1)).expand(batch, -1)
+
+
+def sees_itself_at(implementation: str, mask: Any, batch: int, queries: int, begin: Tensor) -> Tensor | None:
+    """`sees_itself` for new tokens in the columns of transformers' `mask` from `begin` on, int64 `[]`; None: all do. For compiled code."""
+    if mask is None:
+        return None
+    if "flash" in implementation:
+        return mask[:, -queries:].bool()
+    query = torch.arange(queries, device=begin.device)
+    if isinstance(mask, BlockMask):
+        row = torch.arange(batch, device=begin.device)[:, None]
+        return mask.mask_mod(row, row * 0, query, begin + query).expand(batch, queries)
+    return _visible(mask[:, 0].gather(-1, (begin + query)[None, :, None].expand(len(mask), -1, 1))[..., 0]).expand(batch, -1)
+
+
+def _visible(mask: Tensor) -> Tensor:
+    """A mask as bool."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 def _causal(queries: int, device: torch.device) -> Tensor:

@@ -29,22 +29,21 @@ from ..kernels import (
 )
 from ..kernels.attend_chunked import attend_chunked
 from .compressed_kv import CompressedKV
-from .full import full_attention
+from .full import NAME, full_attention
 from .masks import NewTokens, joined, joined_by_head, kernel_options, mask_of_new, new_tokens, sees_itself
 from .plan import AttentionPlan
 
 
 def attend_observed(
-    stock: Callable, implementation: str, few: bool, chunked: bool, module: torch.nn.Module, query: Tensor, key: CompressedKV,
-    value: CompressedKV, mask: Any, *args: Any, **kwargs: Any,
+    stock: Callable, implementation: str, path: str, module: torch.nn.Module, query: Tensor, key: CompressedKV, value: CompressedKV,
+    mask: Any, *args: Any, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`route` for an evicting layer. `few`: attention on the codes is faster than dequantizing them first; `chunked`:
-    `attend_chunked` supports these tensors."""
+    """`route` for an evicting layer. `path`: that of `path_of`."""
     observer = key.observer
     if observer.is_static and query.shape[2] == 1:
         return _attend_static(stock, implementation, module, query, key, value, mask, *args, **kwargs)
     batch, queries, tokens = query.shape[0], query.shape[2], key.shape[2]
-    new = new_tokens(implementation, mask, batch, queries, query.device)
+    new = new_tokens(implementation, module, mask, batch, queries, query.device)
     options, policy = kernel_options(implementation, query, kwargs), observer.policy
     observed = _query_weights(policy.observation_window, policy.decay, new.is_valid, query)
     if new.causal and new.is_valid is None and "eager" not in implementation and not kwargs.get("dropout"):
@@ -57,11 +56,11 @@ def attend_observed(
     valid = functools.cache(observer.valid_columns)  # not computed for attention over pages
     last = _last(policy.observation_window, new.is_valid, queries)
     in_order = in_order and (valid() is None if mask is None else mask.shape[-1] == tokens)  # layers of a kind share it
-    chunked = chunked and new.causal
+    on_path = path == "codes" or (path == "chunks" and new.causal)
     if paged and "eager" not in implementation and implementation != "sdpa":
-        stock, implementation = full_attention, "qkvcache"  # the masks of flash and flex are the same for all heads
-    if not in_order and (few or chunked) and "eager" not in implementation and not kwargs.get("dropout"):
-        if chunked and not few:
+        stock, implementation = full_attention, NAME  # the masks of flash and flex are the same for all heads
+    if not in_order and on_path and "eager" not in implementation and not kwargs.get("dropout"):
+        if path == "chunks":
             hidden = None if (shown := valid()) is None else ~shown
             counted = None if observed is None else observed[:, last]
             out, _, attention_sums = attend_chunked(query, key.attention_inputs, hidden, observed=counted, **options)
@@ -178,11 +177,11 @@ def _query_weights(window: int, decay: float, is_valid: Tensor | None, query: Te
         return None
     if window >= query.shape[2] and decay == 1:
         shape = query.shape[0], query.shape[2]
-        return torch.ones(shape, device=query.device) if is_valid is None else is_valid.float()
+        return torch.ones(shape, dtype=torch.float32, device=query.device) if is_valid is None else is_valid.float()
     if is_valid is None:
         is_valid = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
     from_the_end = is_valid.flip(-1).cumsum(-1).flip(-1)
-    return (is_valid & (from_the_end <= window)).float() * decay ** (from_the_end - 1).clamp_min(0)
+    return (is_valid & (from_the_end <= window)).float() * decay ** (from_the_end - 1).clamp_min(0).float()
 
 
 def _last(window: int, is_valid: Tensor | None, queries: int) -> slice:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kernels import plan_on_codes
 from .compressed_kv import AS_RETURNED, CompressedKV
+from .masks import unknown
 
 
 class AttentionPlan:
@@ -37,6 +38,8 @@ class AttentionPlan:
         `keywords`; None where there is none: every layer then finds out for itself."""
         if query.shape[2] > 1 or type(key) is not CompressedKV or key.attention_inputs.running is None or torch.compiler.is_compiling():
             return None
+        if unknown(implementation, keywords):  # they may differ from layer to layer
+            return None
         kernels = plan_on_codes(query, key.attention_inputs, shown, observed=observed, **options)
         policy = None if key.observer is None else key.observer.policy
         return None if kernels is None else cls(kernels, implementation, module, mask, keywords, policy, observed)
@@ -50,6 +53,7 @@ class AttentionPlan:
         return (
             mask is self.mask
             and (self.policy is None if key.observer is None else self.policy is key.observer.policy)
+            and not torch._C._is_any_autocast_enabled()
             and type(value) is CompressedKV
             and value.attention_inputs is inputs
             and key.form is AS_RETURNED is value.form
@@ -69,10 +73,13 @@ class AttentionPlan:
         return out.transpose(1, 2)
 
 
+_CAUSAL = {"is_causal"}
+
+
 def _options(implementation: str, module: torch.nn.Module, keywords: dict[str, Any]) -> tuple:
     """The keywords on which attention depends, but for tensors."""
     get = keywords.get
     return (
         implementation, get("scaling"), get("softcap"), get("sliding_window"), get("dropout"), get("s_aux") is None,
-        get("is_causal", getattr(module, "is_causal", True)),
+        get("is_causal", getattr(module, "is_causal", True)), keywords.keys() - _CAUSAL,
     )  # fmt: skip

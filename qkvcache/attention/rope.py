@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
 import inspect
+import re
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ..kernels import rotate
+from .model_code import code_of
 
 LAYER_TYPE = "full_attention"  # the layers whose keys are cached here; some models have a rotation for each type of layer
 APPLY = ("apply_rotary_pos_emb", "apply_rotary_emb", "_apply_rotary_emb")
@@ -66,7 +67,9 @@ class Rope:
         several_axes = f"{name!r} has multimodal RoPE: its positions have several axes, a gap is not one number"
         if any("mrope" in key for key in own):
             raise NotImplementedError(several_axes)
-        module = _modeling(config)
+        module = code_of(config)
+        if module is None:
+            raise NotImplementedError(f"{name!r}: no code of the model is known that shows how it rotates its keys")
         apply = next((getattr(module, function) for function in APPLY if hasattr(module, function)), None)
         rotary = _rotary(config, module)
         if apply is None or rotary is None:
@@ -102,19 +105,8 @@ class Rope:
                 raise ValueError(f"by has shape {list(by.shape)}: keys {list(keys.shape)} take an int, [{batch}] or [{batch}, {tokens}]")
             by = by.to(device) if by.dim() == 2 else by.to(device).reshape(-1, 1)
         else:
-            by = torch.full((1, 1), by, device=device)
+            by = torch.full((1, 1), by, dtype=torch.int64, device=device)
         return rotate(keys, by, self.frequencies(device), self.interleaved)
-
-
-def _modeling(config: PreTrainedConfig) -> ModuleType:
-    """The module with the model's code, beside the module that defines the config's class or one of its bases."""
-    beside = next(kind.__module__ for kind in type(config).__mro__ if ".configuration_" in kind.__module__)
-    try:
-        return importlib.import_module(beside.replace(".configuration_", ".modeling_"))
-    except ImportError as error:
-        raise NotImplementedError(
-            f"{config.model_type!r}: no code of the model beside {beside} that shows how it rotates its keys"
-        ) from error
 
 
 def _rotary(config: PreTrainedConfig, module: ModuleType) -> nn.Module | None:
@@ -149,7 +141,7 @@ def _exception(module: ModuleType, function: str) -> str | None:
         under = {call: ast.unparse(node.test) for node in ast.walk(kind) if isinstance(node, ast.If) for call in _calls(node, function)}
         if calls and under.keys() == set(calls):
             return f"`if {under[calls[0]]}` in {kind.name}"
-        if not calls and any("past_key_value" in ast.unparse(call) for call in _calls(kind, "update")):
+        if not calls and any(re.search("cache|past_key_value", ast.unparse(call.func)) for call in _calls(kind, "update")):
             return f"not in {kind.name}"
     return None
 
@@ -172,7 +164,7 @@ def _probed(name: str, rotary: nn.Module, apply: Any, layer_type: str | None) ->
     keys = torch.randn(1, 1, 1, 2 * len(inv_freq), generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float32)
 
     def model(position: int) -> Tensor:
-        cos, sin = rotary(keys, torch.tensor([[position]], device="cpu"), *([layer_type] if layer_type else []))
+        cos, sin = rotary(keys, torch.tensor([[position]], dtype=torch.int64, device="cpu"), *([layer_type] if layer_type else []))
         offered = {"q": keys, "k": keys, "x": keys, "cos": cos, "sin": sin}
         rotated = apply(**{key: offered[key] for key in inspect.signature(apply).parameters if key in offered})
         return rotated[1] if isinstance(rotated, tuple) else rotated

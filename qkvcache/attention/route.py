@@ -3,10 +3,10 @@
 The first cache calls `install`; importing the library changes nothing. `route` gets the query, keys and values (`CompressedKV`), the mask
 and the model's keywords:
 
-    sdpa, flash, flex, qkvcache   few queries attend on the codes; many attend on the codes in tiles or, if there is no
-                                  kernel or cuDNN is faster, on chunks of the past that are dequantized one at a time.
-                                  The layer is dequantized for the stock kernel if the mask is not just causality and
-                                  padding, and for softcap under flash and flex, whose kernels have it
+    sdpa, flash, flex, qkvcache   the path of the table in `path_of`: few queries attend on the codes; many attend on the
+                                  codes in tiles or, if there is no kernel, on chunks of the past that are dequantized one
+                                  at a time. The layer is dequantized for the stock kernel if the mask is not just
+                                  causality and padding
     eager, and those that users   the function itself, which may have semantics of its own; its two matmuls, or torch's
     register                      `scaled_dot_product_attention`, run on the codes (`compressed_kv.py`)
 
@@ -18,53 +18,50 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from ..autocast import with_autocast, without_autocast
 from ..kernels import AttentionInputs, attends_in_tiles, on_triton
-from ..kernels.attend_chunked import CHUNK_BYTES, attend_chunked, cudnn_pays, supports
+from ..kernels.attend_chunked import CHUNK_BYTES, attend_chunked, supports
 from .again import notice_again
 from .compressed_kv import CompressedKV, Form, as_the_model_has_them, of_one_update, warn_once
-from .full import full_attention
+from .full import NAME, full_attention
 from .latents import ExpandedKV, restore
-from .masks import Padding, chosen_columns, kernel_options, padding_columns, visible
+from .masks import Padding, chosen_columns, kernel_options, padding_columns, unknown, visible
 from .observer import attend_observed
-from .padding import report_attention
+from .padding import awaited, report_attention
 from .plan import AttentionPlan
 from .uncompiled import uncompiled
 
 if TYPE_CHECKING:
-    from transformers.modeling_utils import AttentionInterface
+    from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
-NAME = "qkvcache"
-MAX_QUERIES = 16
-"""The most queries for which torch attends on the codes: the scores of more, in fp32, would exceed a dequantized layer."""
 MAX_FUSED_ROWS = 384
-"""The most rows, queries times query heads of a KV head, for the decode kernel: beyond 400 dequantizing is faster (`eval/bench_kernels.py`,
-"chunk")."""
-MOST_TILE_ROWS = 1024
-"""The most query rows of a KV head for which the kernel for many rows is always chosen. For more, chunks are faster once cuDNN has plans
-(`kernels/attend_chunked.py`; `eval/results/past.jsonl`, "attention by kernel")."""
+"""The most query rows, queries times query heads of a KV head, for kernels that read codes under any mask."""
+MAX_QUERIES = 16
+"""The most queries for which torch attends on the codes."""
+Path = Literal["codes", "tiles", "chunks", "dense"]
 
 STANDARD = ("sdpa", "flex_attention", NAME)
 """Attention implementations that kernels of this library may replace, beside those with `flash` in their name."""
 
-_stock_get_interface: Callable | None = None
+_stock: list[tuple[type, Callable]] = []
+"""The methods of transformers that are replaced, with their classes."""
 
 
 def install() -> None:
     """Wraps transformers' attention and registers the attention implementation `qkvcache`. Idempotent."""
-    global _stock_get_interface
-    if _stock_get_interface is not None:
+    if _stock:
         return
     # Imported with the first cache, since both take a second that a process without a model can save.
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface, PreTrainedModel
 
-    stock = _stock_get_interface = AttentionInterface.get_interface
+    stock, check = AttentionInterface.get_interface, PreTrainedModel.get_correct_attn_implementation
 
     @functools.wraps(stock)
     def get_interface(self: AttentionInterface, attn_implementation: str, default: Callable) -> Callable:
@@ -72,22 +69,47 @@ def install() -> None:
         standard = attn_implementation in STANDARD or "flash" in (attn_implementation or "")
         return functools.partial(route, stock(self, attn_implementation, default), attn_implementation if standard else "eager")
 
+    @functools.wraps(check)
+    def get_correct_attn_implementation(self: PreTrainedModel, requested_attention: str | None, is_init_check: bool = False) -> str:
+        if requested_attention == NAME:
+            refuse_without_interface(self)
+        return check(self, requested_attention, is_init_check)
+
+    _stock.extend(((AttentionInterface, stock), (PreTrainedModel, check)))
     AttentionInterface.get_interface = get_interface  # type: ignore[method-assign]
+    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation  # type: ignore[method-assign]
+
+    def mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool = True, **others: Any) -> Tensor | None:
+        # No mask is for sdpa causal attention from the first key, which hides the empty columns of a StaticCache, and here from the last.
+        skips = allow_is_causal_skip and q_length in (1, kv_length)
+        return sdpa_mask(q_length=q_length, kv_length=kv_length, allow_is_causal_skip=skips, **others)
+
     ALL_ATTENTION_FUNCTIONS.register(NAME, full_attention)
     # Without a mask function transformers would pass no mask at all, and padding would be attended.
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)
+
+
+def refuse_without_interface(model: PreTrainedModel) -> None:
+    """Raises ValueError for a model that may not hand all of its attention over: its code has no `AttentionInterface`, or transformers has
+    neither sdpa for it nor, because of softcap or attention sinks, flash or flex attention instead."""
+    instead = model._supports_attention_backend and (model._supports_flash_attn or model._supports_flex_attn)
+    if not (model._can_set_attn_implementation() and (model._supports_sdpa or instead)):
+        raise ValueError(
+            f"attn_implementation={NAME!r} on {type(model).__name__}, whose attention is in code of its own: use "
+            f"{'sdpa' if model._supports_sdpa else 'eager'!r}"
+        )
 
 
 def uninstall() -> None:
     """Restores transformers. Live caches still work, but slower; caches that evict raise NotImplementedError."""
-    global _stock_get_interface
-    if _stock_get_interface is None:
+    if not _stock:
         return
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    AttentionInterface.get_interface = _stock_get_interface  # type: ignore[method-assign]
-    _stock_get_interface = None
+    while _stock:
+        kind, stock = _stock.pop()
+        setattr(kind, stock.__name__, stock)
     restore()
     for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         registry._global_mapping.pop(NAME, None)
@@ -95,37 +117,35 @@ def uninstall() -> None:
 
 def installed() -> bool:
     """Whether the route is installed. The first cache installs it, and `uninstall` removes it."""
-    return _stock_get_interface is not None
+    return bool(_stock)
 
 
-def _few(query: Tensor, attention_inputs: AttentionInputs) -> bool:
-    """Whether attention on the codes is faster than dequantizing them, under any mask."""
-    paged = attention_inputs.paged
-    if query.shape[2] == 1 or (paged is not None and paged.selects(query)):
-        return True
-    if on_triton(query.device):
-        return query.shape[2] * query.shape[1] <= MAX_FUSED_ROWS * attention_inputs.key.shape[1]
-    return query.shape[2] <= MAX_QUERIES
+def path_of(
+    implementation: str, query: Tensor, attention_inputs: AttentionInputs, softcap: float | None = None, observed: bool = False
+) -> Path:
+    """The first row of this table that serves queries `[B, Hq, Q, D]`. Rows below the first are for causal attention that hides nothing
+    but whole columns; under other masks, the model's own function takes their place.
 
-
-def on_codes(query: Tensor, attention_inputs: AttentionInputs, columns: Tensor | None = None) -> bool:
-    """Whether causal attention of `query` is faster on the codes than on chunks. `columns`: the columns that are not
-    padding, bool `[B, 1, 1, T]`; None: all. May count the call in `cudnn_pays`."""
-    if _few(query, attention_inputs):
-        return True
-    if not attends_in_tiles(query, attention_inputs, columns):
-        return False
-    heads, tokens = attention_inputs.key.shape[1], attention_inputs.paged.max_length
-    if query.shape[1] * query.shape[2] <= MOST_TILE_ROWS * heads:
-        return True
-    if 8 * query.numel() > CHUNK_BYTES:  # two or more partial outputs in fp32
-        return False
-    return not cudnn_pays(query, heads, tokens)
-
-
-def _in_chunks(implementation: str, query: Tensor, key: CompressedKV, options: dict[str, Any]) -> bool:
-    """Whether `attend_chunked` supports these tensors and, without loss of speed, these options."""
-    return (implementation in ("sdpa", NAME) or options.get("softcap") is None) and supports(query, key.attention_inputs)
+        codes    one query, queries that read chosen blocks, up to 384 rows; in torch up to 16 queries
+                     Each code is read once, under any mask. Beyond 400 rows, dequantizing is faster (`eval/bench_kernels.py`, "chunk").
+                     In torch, the scores of more queries, in fp32, would exceed a dequantized layer.
+        tiles    more rows, where `attends_in_tiles`, if nobody observes the weights and the outputs in fp32 have at most CHUNK_BYTES
+                     A code is dequantized once for up to 128 rows. Larger outputs would take more memory than chunks.
+        chunks   eager inference in dtypes of flash attention, without a softcap under flash and flex
+                     Memory is bounded. In torch a softcap is slow, which those two have in their kernels.
+        dense    everything else
+                     The model's own function has every option, and gradients.
+    """
+    paged, queries = attention_inputs.paged, query.shape[2]
+    rows = queries * query.shape[1] // attention_inputs.key.shape[1]
+    few = rows <= MAX_FUSED_ROWS if on_triton(query.device) else queries <= MAX_QUERIES
+    if few or queries == 1 or (paged is not None and paged.selects(query)):
+        return "codes"
+    if not supports(query, attention_inputs) or (softcap is not None and implementation not in ("sdpa", NAME)):
+        return "dense"
+    if not observed and 8 * query.numel() <= CHUNK_BYTES and attends_in_tiles(query, attention_inputs):
+        return "tiles"
+    return "chunks"
 
 
 def route(
@@ -133,7 +153,7 @@ def route(
 ) -> tuple[Tensor, Tensor | None]:
     """Calls `stock` for plain tensors; for `CompressedKV`, attends on its attention inputs."""
     given, args = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), args)
-    if type(key) is CompressedKV and not torch.compiler.is_compiling():
+    if type(key) is CompressedKV and not awaited and not torch.compiler.is_compiling():
         running = key.attention_inputs.running
         plan = None if running is None else running.plan
         if plan is not None and plan.serves(implementation, module, query, key, value, given, kwargs):
@@ -154,11 +174,24 @@ def route(
         return stock(module, query, *as_the_model_has_them(key, value), given, *args, **kwargs)
     if torch.compiler.is_compiling() and key.observer is None and not key.attention_inputs.compiled:  # an uncompiled layer
         return _route_uncompiled(stock, implementation, module, query, key, value, given, *args, **kwargs)
+    return _attend(with_autocast(stock), implementation, module, query, key, value, given, *args, **kwargs)
+
+
+@without_autocast("query")
+def _attend(
+    stock: Callable, implementation: str, module: torch.nn.Module, query: Tensor, key: CompressedKV, value: CompressedKV, given: Any,
+    *args: Any, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """`route` for keys and values of one `update`; `given`: the model's mask."""
+    if awaited:
+        report_attention(implementation, module, query, key.attention_inputs, given, kwargs)
     if query.shape[2] > 1:
-        notice_again(implementation, query, key, given, kwargs)
+        notice_again(implementation, module, query, key, given, kwargs)
     if key.observer is not None:
-        ways = _few(query, key.attention_inputs), _in_chunks(implementation, query, key, kwargs)
-        return attend_observed(stock, implementation, *ways, module, query, key, value, given, *args, **kwargs)
+        _refuse_by_column(implementation, module, kwargs)
+        softcap = kernel_options(implementation, query, kwargs)["softcap"]
+        path = path_of(implementation, query, key.attention_inputs, softcap, observed=True)
+        return attend_observed(stock, implementation, path, module, query, key, value, given, *args, **kwargs)
     queries, tokens = query.shape[2], key.side.shape[2]
     mask = given
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[3] > tokens:
@@ -172,7 +205,7 @@ def route(
         if paged is not None and paged.budget is not None and paged.budget.tokens < paged.max_length:
             warn_once("attention_budget with eager attention: it reads all tokens; use another implementation, such as sdpa")
         return stock(module, query, key.seen(), value.seen(), mask, *args, **kwargs)
-    out = _attend(implementation, module, query, key, given, mask, kwargs)
+    out = _attend_on_codes(implementation, module, query, key, given, mask, kwargs)
     if out is not None:
         return out.transpose(1, 2).contiguous(), None
     if isinstance(mask, BlockMask) and mask.shape[-1] > tokens:
@@ -180,34 +213,46 @@ def route(
     return stock(module, query, key.seen().dense(), value.seen().dense(), mask, *args, **kwargs)
 
 
-def _attend(
+def _refuse_by_column(implementation: str, module: torch.nn.Module, keywords: dict[str, Any]) -> None:
+    """Raises NotImplementedError for keywords that may be about columns: those of a layer that evicts are in another order."""
+    names = [] if "eager" in implementation else unknown(implementation, keywords)
+    names += ["position_bias"] if keywords.get("position_bias") is not None else []
+    if names:
+        raise NotImplementedError(
+            f"{type(module).__name__} calls attention with {', '.join(names)}, which a layer that evicts tokens cannot apply: leave out "
+            "the policy"
+        )
+
+
+def _attend_on_codes(
     implementation: str, module: torch.nn.Module, query: Tensor, key: CompressedKV, given: Any, mask: Any, keywords: dict[str, Any]
 ) -> Tensor | None:
     """Attention `[B, Hq, Q, D]` on the codes or in chunks; None where the model's own function must attend to a dequantized layer.
     `mask`: the mask `given` by transformers without columns after the tokens."""
     queries, tokens, options = query.shape[2], key.side.shape[2], kernel_options(implementation, query, keywords)
     if isinstance(key, ExpandedKV):
-        few, supported = not key.expansion.in_blocks(query), options["softcap"] is None and options["sinks"] is None
+        supported, path = options["softcap"] is None and options["sinks"] is None, "codes"
     else:
-        few = _few(query, key.attention_inputs)
-        supported = few or _in_chunks(implementation, query, key, keywords)
-    if keywords.get("dropout") or not supported:
+        path = path_of(implementation, query, key.attention_inputs, options["softcap"])
+        supported = path != "dense"
+    if names := unknown(implementation, keywords):
+        warn_once(f"attention called with {', '.join(names)}, which only {implementation} knows: each step dequantizes the whole layer")
+    if keywords.get("dropout") or names or not supported:
         return None
     if keywords.get("is_causal") is None:
         keywords = keywords | {"is_causal": getattr(module, "is_causal", True)}
     shown, causal = visible(implementation, mask, query.shape[0], queries, tokens, query.device, keywords)
     padding = Padding(False)
     if queries > 1 and not torch.compiler.is_compiling():
-        padding = padding_columns(given, shown, causal, queries, tokens)
+        padding = padding_columns(module, given, shown, causal, queries, tokens)
     hidden = padding.columns
     if padding.fits:  # causality costs a kernel less than a mask of queries x tokens
         shown, causal = None if hidden is None else ~hidden[:, None, None], True
-    if isinstance(key, ExpandedKV):
-        if not few and padding.fits:
-            return key.expansion.attend_blocks(query, hidden, scaling=options["scaling"])
-    elif not few and not padding.fits:
+    if isinstance(key, ExpandedKV) and padding.fits and key.expansion.in_blocks(query):
+        return key.expansion.attend_blocks(query, hidden, scaling=options["scaling"])
+    if path != "codes" and not padding.fits:
         return None
-    elif not few and not on_codes(query, key.attention_inputs, shown):
+    if path == "chunks":
         return attend_chunked(query, key.attention_inputs, hidden, shown_from=padding.shown_from, **options)[0]
     if plan := AttentionPlan.of(implementation, module, query, key, given, keywords, shown, options | {"causal": causal}):
         key.attention_inputs.running.plan = plan  # type: ignore[union-attr]

@@ -27,18 +27,59 @@ from .store import PageStore
 NAME = "qkvcache_pages"
 
 
+class NewKV:
+    """The new keys or values `[1, H, T, D]` of a layer, which the cache passes to attention, and attention stores in pages.
+
+    A plain object: a model that changes its keys or values after `update` is refused, since pages hold them as they were passed.
+
+    place: the pages, and the index of the layer. In a tuple, torch.compile does not read the index, and layers share compiled code.
+    """
+
+    __slots__ = ("place", "tensor")
+
+    def __init__(self, place: tuple[PageStore, int], tensor: Tensor):
+        self.place, self.tensor = place, tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise changed(name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        raise changed(getattr(func, "__name__", "?"))
+
+
+def changed(what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"attention code of the model calls {what!r} on keys or values after it passed them to the cache, and pages hold "
+        "them as they were: leave `continuous_batching`, and call generate"
+    )
+
+
 @torch.compiler.disable
 def paged_attention(
     module: torch.nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: NewKV,
+    value: NewKV,
     attention_mask: Tensor | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    cache: Any = None,
     block_table: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -46,26 +87,25 @@ def paged_attention(
 
     Raises RuntimeError for a forward pass that does not come from continuous batching.
     """
-    store: PageStore | None = getattr(cache, "store", None)
-    if store is None:
+    if not isinstance(key, NewKV):
         raise RuntimeError(
             "the model serves requests from compressed pages: call it after the manager has stopped, or leave `continuous_batching` before"
         )
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    (store, layer), new = key.place, (key.tensor, value.tensor)
     step = store.step_of(layer, block_table, query.shape[2])
     options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
     if step.rows is not None and step.rows.at is None:
-        store.write(layer, step.writes, (key, value))
+        store.write(layer, step.writes, new)
         return attend_rows(store, layer, step.rows, query, options).transpose(1, 2).contiguous(), None
     out = query.new_empty(1, query.shape[2], *query.shape[1::2])
     if step.tokens < query.shape[2]:
         out[:, step.tokens :] = 0
     for chunks in step.chunks:
         now = slice(chunks.begin, chunks.end)
-        new = key[:, :, now], value[:, :, now]
-        out[:, now] = attend_chunks(store, layer, chunks, query[:, :, now], new, options)
-    store.calibrate(layer, (key, value))
-    store.write(layer, step.writes, (key, value))
+        part = new[0][:, :, now], new[1][:, :, now]
+        out[:, now] = attend_chunks(store, layer, chunks, query[:, :, now], part, options)
+    store.calibrate(layer, new)
+    store.write(layer, step.writes, new)
     if step.rows is not None:
         at = step.rows.at
         out[:, at] = attend_rows(store, layer, step.rows, query[:, :, at], options).transpose(1, 2)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 INIT, GENERATE = "init_continuous_batching", "generate_batch"
 """The methods of a model that are replaced on the instance."""
+READS_THE_PAST = frozenset(("diffllama", "doge", "jetmoe"))
+"""Model types that compute with keys or values of the cache before attention. Others fail at their first request (`attention.NewKV`)."""
 
 
 class Batching:
@@ -179,6 +181,8 @@ def check_config(config: PreTrainedConfig) -> None:
         raise NotImplementedError(f"{config.model_type} is an encoder-decoder: transformers batches decoders only")
     if text.model_type in OWN_ATTENTION:
         raise NotImplementedError(f"{text.model_type} computes attention itself, not through transformers, and would not read the pages")
+    if text.model_type in READS_THE_PAST:
+        raise NotImplementedError(f"{text.model_type} computes with keys or values of the cache before attention: pages give it none")
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise NotImplementedError(

@@ -96,12 +96,10 @@ class Server(Serve):
     def start_server(self) -> None:
         """Completes the server. The parent's constructor calls it last, when everything is built and nothing listens yet."""
         models: Any = self._model_manager  # its methods are replaced on the instance
-        path, load, shutdown = models.force_model, models.load_model_and_processor, models.shutdown
+        path, named, load, shutdown = models.force_model, models.process_model_name, models.load_model_and_processor, models.shutdown
 
         def load_compressed(model_id: str, *args, **kwargs):
-            if model_id == models.process_model_name(self._name):
-                model_id = models.process_model_name(path)
-            elif model_id != models.process_model_name(path):
+            if model_id != named(path):
                 raise Refusal(f"the server is pinned to {self._name!r}", "model")
             model, processor = load(model_id, *args, **kwargs)
             self._compress(model, processor)
@@ -114,13 +112,11 @@ class Server(Serve):
             self._model = self.batching = None
             shutdown()
 
-        models.force_model = self._name
+        models.force_model = self._name  # transformers lists and answers for this name alone
+        models.process_model_name = lambda model_id: named(path if model_id == self._name else model_id)
         models.load_model_and_processor = load_compressed
         models.shutdown = stop_and_shutdown
-        started = int(time.time())
-        # transformers would list the models in the cache of the Hub, but this server has only its own.
-        models.get_gen_models = lambda: [{"id": self._name, "object": "model", "created": started, "owned_by": "qkvcache"}]
-        load_compressed(models.process_model_name(self._name))
+        load_compressed(named(path))
         self._add_routes()
 
     def run(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..formats import Codes, Format
+from ..formats.outlying import FAR, Int8Keys, outlying
 from ..kernels import Pair
 from ..layers.snapshot_file import as_bytes, opened, save
 
@@ -33,6 +35,8 @@ class Statistics:
         self.shared: Path | None = None
         """The file of processes that share statistics: the first prompts of one of them write it."""
         self._lock: int | None = None
+        self._examines = Int8Keys.instead_of(format) is not None
+        """Whether keys with outlying channels are still to be warned of."""
 
     @staticmethod
     def load(path: str | Path, format: Format) -> Statistics:
@@ -100,6 +104,14 @@ class Statistics:
             self._lock = os.open(self.shared.with_suffix(".lock"), os.O_CREAT | os.O_RDWR)
             fcntl.flock(self._lock, fcntl.LOCK_EX)  # until it is closed, or the process ends
             self.known()
+        if self._examines and (ratio := outlying(x[0])) > FAR:
+            self._examines = False
+            warnings.warn(
+                f"format={self.format.name!r}: a channel of the keys of layer {layer} is {ratio:.1f} times their root mean "
+                "square after centring, which few bits break (as in Qwen2.5-Coder-0.5B), and pages of all layers have one "
+                "format: pass format='int8'",
+                stacklevel=2,
+            )
         if not self.stored:
             self._fill(layer, _named(layer, (self.format.key.calibrate(x[0]), self.format.value.calibrate(x[1]))))
         else:

@@ -307,7 +307,7 @@ def send(parts: Sequence[Sequence[int] | numpy.ndarray], dtype: torch.dtype, dev
     unit = 16 // dtype.itemsize
     lengths = [len(part) for part in parts]
     begins = list(accumulate((-(-length // unit) * unit for length in lengths), initial=0))
-    numbers = torch.zeros(begins[-1], dtype=dtype, pin_memory=device.type == "cuda")
+    numbers = torch.zeros(begins[-1], dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     for begin, length, part in zip(begins, lengths, parts, strict=False):
         numbers.numpy()[begin : begin + length] = part
     tensor = numbers.to(device, non_blocking=True)

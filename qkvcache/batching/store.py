@@ -58,6 +58,8 @@ class PageStore:
         self.scratch_tokens = CHUNK_BYTES // (2 * like[0].nbytes)
         self._ring_index = {layer: i for i, layer in enumerate(self.group_of)}
         self.launches: dict[int, dict[str, Any]] = {layer: {} for layer in self.group_of}
+        self.unwritten = set(self.group_of)
+        """The layers that have not yet stored a token."""
         self._once = {layer: statistics.of_layer(layer, like, rank) for layer in self.group_of}
 
     @property
@@ -78,6 +80,7 @@ class PageStore:
     def write(self, layer: int, writes: Sequence[Tensor], x: Pair) -> None:
         """Quantizes keys and values `[1, H, T, D]` into pages, and stores the first and the last tokens in the model's dtype. `writes`: as
         of `Batch.writes`."""
+        self.unwritten.discard(layer)
         in_pages, in_ring, in_sinks = writes
         pages, sinks = self._pages(layer, in_pages[:0, None], None)
         zones = [(zone, at[None]) for zone, at in ((self._ring(layer), in_ring), (sinks, in_sinks)) if zone[0].shape[2]]

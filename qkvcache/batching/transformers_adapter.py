@@ -1,8 +1,8 @@
 """All that compressed pages touch of transformers' continuous batching: subclasses, replaced methods, private names.
 
 Other modules of this folder know tensors, requests and blocks, and import nothing of it. Importing this module checks
-the installed release: it raises NotImplementedError if a name is missing, or if an overridden method has other
-parameters. `tests/batching/test_batching_contract.py` has a test for each touch.
+the installed release: it raises NotImplementedError for releases before `FIRST`, if a name is missing, or if an
+overridden method has other parameters. `tests/batching/test_batching_contract.py` has a test for each touch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
@@ -30,7 +31,8 @@ from ..kernels import AttentionBudget
 from ..kernels.attend_chunked import CHUNK_BYTES
 from ..prefix import PrefixStore
 from ..prefix.pages import StoredPages
-from .attention import NAME, paged_attention
+from ..releases import LAST_TESTED, warn_if_newer
+from .attention import NAME, NewKV, paged_attention
 from .layout import PAGE_ALIGNMENT, BlockLayout
 from .metrics import Metrics
 from .requests import ASKED, Asked, StopStrings, check_prompt
@@ -41,17 +43,20 @@ from .statistics import Statistics
 from .step import HEADER
 from .store import LayerGroup, PageStore
 
-SUPPORTED = "5.19 to 5.23"
-"""Releases of transformers, the first and the last that the contract tests have run on."""
+FIRST = "5.24"
+"""The first release of transformers in which models pass their keys and values to a paged cache themselves."""
 
 
 def unsupported(reason: object) -> NotImplementedError:
     return NotImplementedError(
-        f"continuous batching on compressed pages needs transformers {SUPPORTED}, and {transformers.__version__} differs "
-        f"from it ({reason}): install a supported release"
+        f"continuous batching on compressed pages needs transformers from {FIRST} on, and was tested up to {LAST_TESTED}; "
+        f"{transformers.__version__} differs ({reason}): pip install 'transformers[serving]=={LAST_TESTED}.*'"
     )
 
 
+if Version(transformers.__version__).release < Version(FIRST).release:
+    raise unsupported("it is older")
+warn_if_newer()
 try:
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
     from transformers.generation.continuous_batching.cache import (
@@ -107,6 +112,7 @@ class PoolSize(PagedAttentionMemoryHandler):
         ring_bytes: bytes of the exact last tokens of a request in one layer; 0: pages are those of transformers, without rings.
         logits_to_keep: whether the model can compute logits of selected tokens only.
         max_requests: number of rings; None: as many as fit into a share of the memory, up to `cb_config.max_requests_per_batch`.
+        kv_tp_size: GPUs that share the KV heads of a layer.
         free: free bytes before anything is allocated; None asks the device.
         least: the minimum of a count over the GPUs of a tensor-parallel group.
     """
@@ -121,6 +127,7 @@ class PoolSize(PagedAttentionMemoryHandler):
         *,
         logits_to_keep: bool,
         max_requests: int | None = None,
+        kv_tp_size: int = 1,
         free: float | None = None,
         least: Callable[[int], int] = int,
     ):
@@ -133,7 +140,7 @@ class PoolSize(PagedAttentionMemoryHandler):
         super().__init__(
             config=config, cb_config=cb_config, dtype=dtype, bytes_per_sector=sector, bytes_per_block=config.num_hidden_layers * page_bytes,
             tokens_per_sector=cb_config.page_size * max(blocks for blocks, _ in self.groups), attn_types=list(layers),
-            model_supports_logits_to_keep=logits_to_keep,
+            model_supports_logits_to_keep=logits_to_keep, kv_tp_size=kv_tp_size,
         )  # fmt: skip
         self._all, rings = self.available_memory, 0
         if ring_bytes:
@@ -255,7 +262,10 @@ class CompressedPagedCache(PagedAttentionCache):
         size = PoolSize(
             config, continuous_batching_config, dtype, layout.nbytes, layout.ring_bytes(residual_length),
             logits_to_keep=model_supports_logits_to_keep, max_requests=max_requests,
-            least=lambda count: int(distributed_helper.tp_all_reduce_min(torch.tensor([count], device=device))),
+            kv_tp_size=distributed_helper.tp_size if distributed_helper.are_kv_heads_tp_ed() else 1,
+            least=lambda count: int(
+                distributed_helper.tp_all_reduce_min(torch.tensor([count], dtype=torch.int64, device=device))
+            ),
         )  # fmt: skip
         # The new token is in the ring too.
         rings = Rings(config.num_hidden_layers, size.rings, heads, residual_length + 1, head_dim, dtype, device)
@@ -339,7 +349,25 @@ class CompressedPagedCache(PagedAttentionCache):
             "ring_bytes": rings.tensor.nbytes,
         }
 
-    # A forward pass. transformers asks for each request; `BatchInputs` prepares all of them at once.
+    # A forward pass. Models call `update`; attention reads the past before it writes the new tokens (`attention.py`).
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any] | None = None
+    ) -> tuple[NewKV, NewKV]:
+        """Returns what attention takes in place of keys and values `[1, H, T, D]`. It needs no `kwargs`, which some models do not pass."""
+        place = (self.store, layer_idx)
+        return NewKV(place, key_states), NewKV(place, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: each request has a length of its own, and the model gets the positions of all tokens."""
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the model reads {name!r} of its cache, which paged caches do not have: leave `continuous_batching`, and call generate"
+        )
+
+    # transformers asks for the indices of each request; `BatchInputs` prepares all requests at once.
 
     def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
         """Does nothing."""
@@ -561,7 +589,7 @@ class Sampling(ContinuousBatchingLogitsProcessorList):
         """Whether the latest batch needs temperatures, top_p, and noise."""
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:
-        int32_tensor.view(torch.float32).copy_(torch.tensor([[1.0], [1.0], [0.0]]))
+        int32_tensor.view(torch.float32).copy_(torch.tensor([[1.0], [1.0], [0.0]], dtype=torch.float32, device="cpu"))
 
     def prepare_tensor_args(self, requests_in_batch: list[FutureRequestState], arg_storage: Tensor) -> Tensor:
         states = [request.state for request in requests_in_batch if request.has_new_token]
@@ -570,8 +598,9 @@ class Sampling(ContinuousBatchingLogitsProcessorList):
         if any(self.needed):
             children = [state.request_id.partition("__child#")[2] for state in states]
             keys = [key(given["seed"], state.position_offset, child) for given, state, child in zip(options, states, children, strict=True)]
-            real = torch.tensor([[given[name] for given in options] for name in ("temperature", "top_p")])
-            arg_storage[:, : len(states)] = torch.stack([*real.view(torch.int32), torch.tensor(keys, dtype=torch.int32)])
+            given = [[given[name] for given in options] for name in ("temperature", "top_p")]
+            real = torch.tensor(given, dtype=torch.float32, device="cpu").view(torch.int32)
+            arg_storage[:, : len(states)] = torch.stack([*real, torch.tensor(keys, dtype=torch.int32, device="cpu")])
         return arg_storage
 
     def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:
@@ -629,7 +658,8 @@ class BatchInputs(ContinuousBatchingIOs):
 
 
 class CompressedProcessor(ContinuousBatchProcessor):
-    """A processor that fails a request that outgrows the pool and continues with the others."""
+    """A processor that fails a request that outgrows the pool and continues with the others. It stops if a layer does not attend
+    to its pages."""
 
     cache: CompressedPagedCache
     NO_ROOM = "No requests can be scheduled and no requests can be offloaded."
@@ -660,6 +690,14 @@ class CompressedProcessor(ContinuousBatchProcessor):
                 self._handle_request_error(too_large, state)
                 self.scheduler.finish_request(state.request_id)
                 self.scheduler.block_new_requests = False
+
+    def _generation_step(self, model: torch.nn.Module) -> None:
+        super()._generation_step(model)
+        if layers := self.cache.store.unwritten:
+            raise NotImplementedError(
+                f"{type(model).__name__}: layers {sorted(layers)} stored nothing in compressed pages, and would forget all tokens: their "
+                "attention does not go through transformers' attention interface; leave `continuous_batching`, and call generate"
+            )
 
 
 # The manager.

@@ -1,4 +1,4 @@
-"""Caches to pass as `past_key_values`."""
+"""Caches to pass as `cache`."""
 
 from .base import CompressedCache, Memory
 from .named import (

@@ -9,26 +9,21 @@ from typing import Literal
 
 from transformers import DynamicCache, PreTrainedConfig
 
+from ..attention.latents import has_latents
 from ..formats import Format, FormatByLayer
 from ..formats.base import hint
 from ..kernels import AttentionBudget
 from ..kernels.pages import WHOLE
 from ..policies import Policy, check_count
+from ..releases import CACHE_ARGUMENT
 
-FORMER = {
-    "exact_first": "num_sink_tokens",
-    "exact_recent": "residual_length",
-    "exact_layers": "skip_layers",
-    "window": "window_length",
-}
-"""Options by their names before 0.3."""
 LEAST_READ, LEAST_AUTO = 512, 2048
 """The fewest tokens that attention reads under a budget that is a share, and under "auto"."""
 OWN_ATTENTION = frozenset((
-    "autoformer", "big_bird", "blip_text_model", "clvp_decoder", "coarse_acoustics", "codegen", "cpmant", "falcon", "fine_acoustics",
-    "flaubert", "fsmt", "git", "gpt_neo", "gpt_neox_japanese", "gptj", "imagegpt", "informer", "led", "megatron-bert", "mvp", "prophetnet",
+    "autoformer", "big_bird", "blip_text_model", "clvp_decoder", "coarse_acoustics", "cpmant", "falcon", "fine_acoustics",
+    "flaubert", "fsmt", "git", "gpt_neo", "gpt_neox_japanese", "imagegpt", "informer", "led", "megatron-bert", "mvp", "prophetnet",
     "reformer", "rembert", "roformer", "semantic", "speecht5", "tapas", "trocr", "xglm", "xlm",
-))  # fmt: skip
+)).union(() if CACHE_ARGUMENT == "cache" else ("codegen", "gptj"))  # fmt: skip
 """Model types of transformers that compute attention themselves. `_supports_attention_backend` is False on others, too (BART, Zamba)."""
 
 
@@ -64,7 +59,7 @@ def refuse_unknown(cache: DynamicCache, options: Mapping[str, object], format: F
     for name, value in options.items():
         kinds = type(cache).__mro__[: type(cache).__mro__.index(DynamicCache)]
         known = dict.fromkeys(word for kind in kinds for word in _keywords(kind))
-        fix = f"it is {FORMER[name]} now" if FORMER.get(name) in known else hint(name, known)
+        fix = hint(name, known)
         for word, module, part in (("format", "formats", format), ("policy", "policies", policy)):
             if isinstance(part, Format | Policy) and name in _keywords(type(part)):
                 fix = f"it is the {word}'s: CompressedCache(config, {word}={module}.{type(part).__name__}({name}={value!r}))"
@@ -83,7 +78,7 @@ def why_not_evict(config: PreTrainedConfig) -> str | None:
         return "relative position bias takes a key's position from its column, which evicted tokens would shift"
     if getattr(config, "index_topk", None) or getattr(config, "indexer_budget", None):
         return "its indexer selects keys by column"
-    if getattr(config, "kv_lora_rank", None):
+    if has_latents(config):
         return "it expands latents after the cache, so that attention does not see what is stored"
     if config.model_type in OWN_ATTENTION:
         return "its attention does not go through transformers' AttentionInterface, so that no policy sees it; leave out the policy"

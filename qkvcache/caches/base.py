@@ -1,4 +1,4 @@
-"""`CompressedCache`: a cache in any format for any model, to pass as `past_key_values`."""
+"""`CompressedCache`: a cache in any format for any model, to pass as `cache`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Never, Self
 
@@ -26,9 +27,10 @@ from transformers.cache_utils import (
 from transformers.cache_utils import StaticLayer as StockStaticLayer
 
 from .. import attention, formats, kernels, policies
-from ..attention.latents import absorb
+from ..attention.latents import absorb, channels
 from ..attention.rope import Rope
 from ..formats import Format, FormatByLayer, FormatLike
+from ..formats.outlying import Int8Keys
 from ..kernels.pages import RunningStep
 from ..layers.compressed import CompressedLayer, rows_of
 from ..layers.evicting import EvictingLayer
@@ -36,12 +38,15 @@ from ..layers.hybrid import EvictingHybridLayer, HybridLayer
 from ..layers.indexed import IndexedLayer
 from ..layers.static_sliding import StaticSlidingLayer
 from ..policies import Budget, KVzip, Policy, check_count
+from ..releases import CACHE_ARGUMENT, warn_if_newer
 from ..storage import check_room
 from . import convert, saving
 from .arguments import budget_of, layer_indices, refuse_unknown, why_not_evict
-from .biased import BiasedKeys
+from .biased import BiasedKeys, OutlyingKeys
 from .compress import fill, read_twice
 from .memory import Memory, measured
+from .reread import CALLER, length_for
+from .steps import Steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,7 +57,7 @@ CLASSES: dict[type, type[CompressedLayer]] = {
     DynamicIndexedLayer: IndexedLayer, StaticIndexedLayer: IndexedLayer,
 }  # fmt: skip
 """The layers of this library in place of those of transformers with full attention."""
-NEVER_STATIC = frozenset(("cpmant", "inkling2_text", "inkling_text", "prophetnet"))
+NEVER_STATIC = frozenset(("cpmant", "inkling2_loop_text", "inkling2_text", "inkling_text", "prophetnet"))
 """Model types of transformers that make their own masks, whose columns are exactly the tokens seen."""
 UNLIMITED = 2**30
 """The most tokens of a layer of a cache without `max_length`."""
@@ -61,8 +66,8 @@ UNLIMITED = 2**30
 class CompressedCache(DynamicCache):
     """A KV cache that stores tokens compressed, attends to them while compressed, and can evict them by a policy.
 
-        model.generate(**inputs, past_key_values=CompressedCache(model.config, format="turboquant_4bit_nc"))
-        model.generate(**inputs, past_key_values=CompressedCache(model.config, format="fp8", policy=policies.KeyDiff(budget=2048)))
+        model.generate(**inputs, cache=CompressedCache(model.config, format="turboquant_4bit_nc"))
+        model.generate(**inputs, cache=CompressedCache(model.config, format="fp8", policy=policies.KeyDiff(budget=2048)))
 
     Layers with full attention are compressed, also those that hold a recurrent state beside it; sliding, linear and shared layers are
     those of transformers. Every feature of `generate` works: batches with padding, beams, several turns, deepcopy; and without a
@@ -71,9 +76,11 @@ class CompressedCache(DynamicCache):
     Args:
         config: the model's config. Optional where every layer has full attention.
         format: a registry name (`qkvcache.formats.REGISTRY`) or a Format; a sequence of these, one for each
-            full-attention layer, those of `skip_layers` included; or the path of a calibration file with one format for
-            each layer (`qkvcache calibrate`). With a policy, None keeps tokens in the model's dtype. A format with
-            `center=False` warns once if the keys of a prompt have a large mean.
+            full-attention layer, those of `skip_layers` included; or the path of a calibration file with one
+            format for each layer (`qkvcache calibrate`). With a policy, None keeps tokens in the model's
+            dtype. A format with `center=False` warns once if the keys of a prompt have a large mean. With
+            others of fewer than 8 bits, a layer whose keys have an outlying channel stores its keys in int8,
+            and the cache warns once; formats of a sequence or of a file stay as they are.
         policy: selects the tokens that are retained: a registry name (`qkvcache.policies.REGISTRY`) or a Policy; None
             retains all. With a policy, exact zones hold only tokens that it protects: at most its `num_sink_tokens`
             first and its `recent` last ones.
@@ -141,7 +148,7 @@ class CompressedCache(DynamicCache):
         skip_layers = layer_indices(skip_layers)
         self._config = None if config is None else config.get_text_config(decoder=True)
         self._encoder_decoder = config is not None and config.is_encoder_decoder
-        self._latents = None if config is None else absorb(config)
+        self._latents = config is not None and absorb(config)
         self._layer_options = {"num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
         self.max_length, self.compile = max_length, compile or max_length is not None
         self._why_static = "compile=True" if max_length is None else "max_length"
@@ -154,6 +161,7 @@ class CompressedCache(DynamicCache):
         self._rope: Rope | None = None
         self._running = RunningStep()
         self._shares_keys = False
+        self._outlying_keys = OutlyingKeys()
         self._exact: frozenset[int] = frozenset()
         """Full-attention layers that are uncompressed layers of this library."""
         if self.policy is not None:
@@ -179,26 +187,48 @@ class CompressedCache(DynamicCache):
         if max_length is not None and (self._keeps_all is not None or getattr(self._config, "model_type", None) == "bloom"):
             for layer in ours:  # layers of transformers, and BLOOM's ALiBi, use as many columns for a prompt
                 layer.prompt_columns = max_length
-        self._last_layer: int | None = None
+        self._steps = Steps()
         self._biased_keys = BiasedKeys()
         attention.install()
         kernels.load_ahead()
+        warn_if_newer()
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        """Stores keys and values as transformers' Cache does. Raises ValueError for an encoder's states, which would be
-        appended to the decoder's."""
+        """Stores keys and values as transformers' Cache does. Raises ValueError for an encoder's states, which would be appended to the
+        decoder's, and for a step after one that ended between two layers; RuntimeError if two threads use the cache at once."""
         # Outside of an EncoderDecoderCache, a step updates the same layer twice in a row.
-        if self._encoder_decoder and layer_idx == self._last_layer and len(self.layers) > 1:
+        compiling = torch.compiler.is_compiling()
+        if self._encoder_decoder and not compiling and layer_idx == self._steps.last and len(self.layers) > 1:
             self._refuse_bare()
         if layer_idx >= len(self.layers) and self.layer_class_to_replicate is None:
             raise ValueError(
                 f"layer {layer_idx} of a cache for {len(self.layers)} layers: it was made for another model; make a new one from the "
                 "config of this one"
             )
-        self._last_layer = layer_idx
+        if compiling:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._steps.enter(self.layers, layer_idx, "tokens")
         result = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if not torch.compiler.is_compiling() and key_states.shape[2] > 1:
-            self._biased_keys.examine(key_states, layer_idx, self.layers[layer_idx])
+        self._steps.leave(layer_idx)
+        if key_states.shape[2] > 1:
+            self._biased_keys.await_padding(key_states, layer_idx, self.layers[layer_idx], result[0])
+        return result
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs) -> Tensor:
+        """Stores the state of a convolution as transformers' Cache does. Raises as `update` does."""
+        return self._enter(super().update_conv_state, conv_states, layer_idx, state_idx, f"convolution {state_idx}", **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs) -> Tensor:
+        """Stores the state of a recurrence as transformers' Cache does. Raises as `update` does."""
+        return self._enter(super().update_recurrent_state, recurrent_states, layer_idx, state_idx, f"recurrence {state_idx}", **kwargs)
+
+    def _enter(self, update: Callable[..., Tensor], states: Tensor, layer_idx: int, state_idx: int, what: str, **kwargs) -> Tensor:
+        """Calls `update` of a state, `what`, of layer `layer_idx`."""
+        if torch.compiler.is_compiling():
+            return update(states, layer_idx, state_idx, **kwargs)
+        self._steps.enter(self.layers, layer_idx, what)
+        result = update(states, layer_idx, state_idx, **kwargs)
+        self._steps.leave(layer_idx)
         return result
 
     def compress(
@@ -267,7 +297,7 @@ class CompressedCache(DynamicCache):
             )
         if budget is not None and policy is not None:
             raise ValueError(f"attention_budget={budget} with policy={policy.name}, which evicts tokens: leave one out")
-        if budget is not None and self._latents is not None:
+        if budget is not None and self._latents:
             raise NotImplementedError(
                 f"attention_budget={budget} on {self._config.model_type}: its latents are read whole; leave it out"  # type: ignore[union-attr]
             )
@@ -314,6 +344,11 @@ class CompressedCache(DynamicCache):
     def _stock_layers(self, config: PreTrainedConfig) -> list[Any]:
         """The layers that transformers' own cache would have."""
         length = UNLIMITED if self.max_length is None else self.max_length
+        if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop":
+            raise NotImplementedError(
+                f"{config.model_type} with recurrent_kv_cache_mode='last_loop': earlier loops read the dense keys and values of the last "
+                "one; use 'per_loop', or a DynamicCache"
+            )
         if self.compile and config.model_type in NEVER_STATIC:
             raise NotImplementedError(
                 f"{self._why_static} on {config.model_type}, whose masks are of the tokens seen: leave out {self._why_static}"
@@ -328,25 +363,35 @@ class CompressedCache(DynamicCache):
         return [StaticSlidingLayer(length, x.max_cache_len) if type(x) is StaticSlidingWindowLayer else x for x in layers]
 
     def _new_layer(
-        self, format: Format | None = None, number: int = 0, kind: Callable[..., CompressedLayer] = CompressedLayer, **states: Any
+        self,
+        format: Format | None = None,
+        number: int = 0,
+        kind: Callable[..., CompressedLayer] = CompressedLayer,
+        index: int | None = None,
+        **states: Any,
     ) -> CompressedLayer:
-        """A new full-attention layer in `format` (None: the cache's), the layer `number` of those compressed. `states`: those of
-        `_options_of`."""
+        """A new full-attention layer in `format` (None: the cache's), the layer `number` of those compressed,
+        and `index` of all (None: the next). `states`: those of `_options_of`."""
         if format is None:
             (format,) = self.format.for_layers(1)
         if self.policy is not None:
             budget = self.policy.budgets[number % len(self.policy.budgets)]
-            return self._new_evicting(format, self.policy, budget, **self._layer_options, rope=self._rope, **states)
-        layer = kind(
-            format,
-            **self._layer_options,
-            latents=self._latents,
-            max_length=self.max_length,
-            compile=self.compile,
-            attention_budget=self._attention_budget,
-            offload_pages=self.offload_pages,
-            **states,
-        )
+            options: dict[str, Any] = self._layer_options | {"rope": self._rope} | states
+            layer: CompressedLayer = self._new_evicting(format, self.policy, budget, **options)
+        else:
+            layer = kind(
+                format,
+                **self._layer_options,
+                max_length=self.max_length,
+                compile=self.compile,
+                attention_budget=self._attention_budget,
+                offload_pages=self.offload_pages,
+                **states,
+            )
+        instead = Int8Keys.instead_of(format)
+        if instead and layer.latents is None and not isinstance(self.format, FormatByLayer):  # the user's own choice
+            index = len(self.layers) if index is None else index
+            layer.instead = partial(self._outlying_keys.choose, instead, index)
         layer.running = self._running
         return layer
 
@@ -384,13 +429,13 @@ class CompressedCache(DynamicCache):
         if self.policy or self.compile:
             self._exact = frozenset(skipped.intersection(full))
         for i, format in zip(full, self.format.for_layers(len(full)), strict=True):
-            kind, states = CLASSES[type(self.layers[i])], _options_of(self.layers[i], self._config)
+            kind, states = CLASSES[type(self.layers[i])], _options_of(self.layers[i], configs[i], self._latents)
             if i in self._exact:
                 self.layers[i] = self._new_exact(kind, **states)
             elif i in chosen:
                 if head_dim := head_dim_of(configs[i]):
                     format.check(head_dim)
-                self.layers[i] = self._new_layer(format, chosen.index(i), kind, **states)
+                self.layers[i] = self._new_layer(format, chosen.index(i), kind, i, **states)
         if not chosen:
             kinds = ", ".join(sorted({type(layer).__name__ for layer in self.layers}))
             why = (
@@ -402,13 +447,16 @@ class CompressedCache(DynamicCache):
             warnings.warn(f"{why}: nothing will be compressed{evicted}", stacklevel=3 + 2 * (type(self) is not CompressedCache))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last `-tokens_to_remove` tokens; 0 keeps them all."""
+        """Removes the last `-tokens_to_remove` tokens; 0 keeps them all. A step that ended between two layers is taken back before."""
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor
         if tokens_to_remove > 0:  # before any layer is touched
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the count of tokens to remove from the end")
-        for layer in self.layers:
-            _check_crop(layer, tokens_to_remove)
-        super().crop(tokens_to_remove)
+        ahead = self._steps.ahead(self.layers)
+        for layer, more in zip(self.layers, ahead, strict=True):
+            _check_crop(layer, tokens_to_remove - more)
+        for layer, more in zip(self.layers, ahead, strict=True):
+            layer.crop(tokens_to_remove - more)  # type: ignore[union-attr]
+        self._steps.take_over()
         if self.seen_ids is not None:
             self.seen_ids = self.seen_ids[:, : int(self.get_seq_length())]
 
@@ -499,7 +547,10 @@ class CompressedCache(DynamicCache):
                 f"no token comes after the {self.get_seq_length(layer_idx)} that the cache has seen: for another prompt call reset(), or "
                 "pass a new cache; to go on, pass the whole text, longer than the cache"
             )
+        if not torch.compiler.is_compiling():
+            self._steps.masked()
         if self.compile and not torch.compiler.is_compiling():  # all layers make room before a compiled step
+            self._steps.check(self.layers)
             by_column = None if self._config is None else "flash" not in (self._config._attn_implementation or "")
             for layer in self.layers:
                 if isinstance(layer, CompressedLayer):
@@ -513,16 +564,17 @@ class CompressedCache(DynamicCache):
         """The tokens seen, as in transformers' Cache. Raises ValueError if Whisper asks an empty cache, because it
         would replace the cache by its own."""
         length = super().get_seq_length(layer_idx)
-        if self._encoder_decoder and not torch.compiler.is_compiling() and not length:
-            caller = sys._getframe(1)  # through an EncoderDecoderCache, Whisper is the caller's caller
-            if caller.f_globals.get("__name__") == "transformers.models.whisper.modeling_whisper":
-                self._refuse_bare()
-        return length
+        if torch.compiler.is_compiling():
+            return length
+        caller = sys._getframe(1)  # through an EncoderDecoderCache, Whisper is the caller's caller
+        if self._encoder_decoder and not length and caller.f_globals.get("__name__") == "transformers.models.whisper.modeling_whisper":
+            self._refuse_bare()
+        return length_for(self, length, caller) if caller.f_code.co_name == CALLER else length
 
     def _refuse_bare(self) -> Never:
         raise ValueError(
             "an encoder-decoder model keeps its encoder's states apart: pass "
-            f"EncoderDecoderCache({type(self).__name__}(config, ...), DynamicCache()) as past_key_values"
+            f"EncoderDecoderCache({type(self).__name__}(config, ...), DynamicCache()) as {CACHE_ARGUMENT}"
         )
 
     def get_query_offset(self, layer_idx: int = 0):
@@ -545,7 +597,7 @@ class CompressedCache(DynamicCache):
         tokens as the cache has seen, or of as many; it warns of others that are not longer; another prompt that is longer is not noticed.
         """
         super().reset()
-        self._last_layer = self.seen_ids = None
+        self._steps, self.seen_ids = Steps(), None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorders the rows, as in transformers' Cache."""
@@ -609,8 +661,11 @@ class CompressedCache(DynamicCache):
         options: dict[str, Any] = {"policy": self.policy, "attention_budget": self.attention_budget}
         options |= {"offload_pages": True} if self.offload_pages else {}
         shown = "".join(f", {name}={x!r}" for name, x in (options | self._layer_options).items() if x is not None)
+        formats_of = (getattr(layer, "format", None) for layer in self.layers)
+        changed = [str(i) for i, format in enumerate(formats_of) if isinstance(format, Int8Keys)]
+        int8 = f" (int8 keys in layer{'s' * (len(changed) > 1)} {', '.join(changed)})" if changed else ""
         return (
-            f"{type(self).__name__}(format={self.format.name}{shown}, "
+            f"{type(self).__name__}(format={self.format.name}{int8}{shown}, "
             f"layers={compressed} of {len(self.layers)} compressed"
             f"{f', {evicting} evicting' * bool(self.policy)}, tokens={tokens}, bytes={memory.total:,}, ratio={memory.ratio:.2f})"
         )
@@ -621,12 +676,17 @@ def _keeps_all(layer: Any) -> bool:
     return isinstance(layer, DynamicLayer | StockStaticLayer) and not layer.is_sliding and not isinstance(layer, CompressedLayer)
 
 
-def _options_of(layer: Any, config: PreTrainedConfig | None) -> dict[str, int]:
-    """The options of this library's layer in place of `layer` that other layers do not have."""
-    kind = CLASSES.get(type(layer))
+def _options_of(layer: Any, config: PreTrainedConfig, latents: bool) -> dict[str, Any]:
+    """The options of this library's layer in place of `layer`, whose config this is, that other layers do not have. `latents`: whether the
+    model's attention takes them as they are stored."""
+    kind, found = CLASSES.get(type(layer)), dict[str, Any]()
+    if latents:
+        found["latents"] = channels(config)
     if kind is IndexedLayer and getattr(config, "index_kpool", None):
-        return {"exact_indexer": True}
-    return {"number_of_states": layer.number_of_states} if kind is HybridLayer else {}
+        found["exact_indexer"] = True
+    if kind is HybridLayer:
+        found["number_of_states"] = layer.number_of_states
+    return found
 
 
 def _check_crop(layer: Any, tokens_to_remove: int) -> None:
@@ -647,7 +707,7 @@ def _check_crop(layer: Any, tokens_to_remove: int) -> None:
 
 def head_dim_of(config: PreTrainedConfig) -> int | None:
     """The number of channels of a cached key; None if the config does not tell (latent attention)."""
-    if getattr(config, "kv_lora_rank", None):
+    if channels(config):
         return None
     head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
     if head_dim is None and getattr(config, "num_attention_heads", None):

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from ..attention.masks import kernel_options
 from ..attention.padding import PlainAttention, await_attention
 from ..attention.route import NAME, install
+from ..autocast import without_autocast
 from ..kernels import Pair, sum_attention
 from ..kernels.attend_chunked import ChunkedKV, attend_chunked, supports_queries
 from ..layers.evicting import EvictingLayer
@@ -26,6 +27,7 @@ from ..policies import KVzip
 from ..policies.budget import share_of
 from ..policies.kvzip import weigh_heads
 from ..progress import track
+from ..releases import passing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,6 +92,7 @@ class ReadingLayer(DynamicLayer):
         self.module: nn.Module | None = None
         """The attention module of this layer; others may share its keys."""
 
+    @without_autocast("key_states", "value_states")
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if self.reading is None:
             keys, values = super().update(key_states, value_states, *args, **kwargs)
@@ -108,6 +111,7 @@ class ReadingLayer(DynamicLayer):
         return super().get_seq_length() if self.reading is None else self.reading.columns.shape[1]
 
     @torch.no_grad()
+    @without_autocast()
     def receive_attention(self, attention: PlainAttention) -> PlainAttention | None:
         """Scores the context by the queries of a reading, and attends, or replaces the model's mask, which covers the
         whole context."""
@@ -145,7 +149,7 @@ class ReadingLayer(DynamicLayer):
         norms = sum_attention(query, by_query_head, observed, visible, **known).pow_(1 / NORM)
         best = norms.unflatten(1, (heads, -1)).amax(2)
         if self.scores is None:
-            self.scores = torch.zeros(*self.keys.shape[:3], device=keys.device)  # type: ignore[union-attr]
+            self.scores = torch.zeros(self.keys.shape[:3], dtype=torch.float32, device=keys.device)  # type: ignore[union-attr]
         repeated = is_valid[:, :count].clone()
         repeated[:, : self.sinks] = False
         best = best.masked_fill(~repeated[:, None], 0)
@@ -176,7 +180,7 @@ def fill(layers: list[Any], policy: KVzip, model: PreTrainedModel, mask: Tensor,
         if not layer.policy.second_reading:  # a layer that evicts nothing
             scores = None
         elif scores is None:  # no token but sinks
-            scores = torch.zeros(*keys.shape[:3], device=keys.device)
+            scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
         layer.end_attention(scores)
         dense.layers[i] = DynamicLayer()  # its memory is free from here on
 
@@ -237,7 +241,7 @@ def _forward(model: PreTrainedModel, cache: DynamicCache, ids: Tensor, mask: Ten
     """Runs the last `count` tokens of `ids` `[B, T]`; `mask` `[B, T]` is 0 for padding, if there is any."""
     positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -count:]
     given = mask if padded else None  # transformers would read it, and so wait for the device
-    model(ids[:, -count:], attention_mask=given, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(ids[:, -count:], attention_mask=given, position_ids=positions, **passing(cache), use_cache=True, logits_to_keep=1)
 
 
 def _instruction(tokenizer: Any, later: bool, device: torch.device) -> Tensor:

@@ -56,7 +56,7 @@ def take(into: Any, source: Any, attention_mask: Tensor | None) -> None:
         if layer.keys is not None and layer.keys.numel():
             copy_tokens(own, layer, row=None)
             _end_step(own, is_valid)
-            into._biased_keys.examine(layer.keys, i, own)
+            into._biased_keys.examine(layer.keys, i, own, is_valid)
         copy_states(own, layer)
 
 

@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..formats import REGISTRY, FormatByLayer
-from ..layers.compressed import CompressedLayer
 from ..layers.snapshot import Snapshot, check, restore, snapshot
 from ..layers.snapshot_file import Damaged, Parts, read_header, reading, write
 from ..policies import REGISTRY as POLICIES
@@ -38,7 +37,7 @@ def save(cache: Any, path: str | PathLike[str]) -> None:
     if cache._config is None:
         raise NotImplementedError("save of a cache that was made without a config: make it with model.config")
     options = {name: getattr(cache, name) for name in OPTIONS} | cache._layer_options
-    options |= {"format": _format(cache), "compile": cache.compile and cache.max_length is None}
+    options |= {"format": cache.format, "compile": cache.compile and cache.max_length is None}
     kept, parts = {name: _plain(name, x) for name, x in options.items()}, {}
     for i, layer in enumerate(cache.layers):
         try:
@@ -83,15 +82,6 @@ def load(
     for layer, part, place in zip(cache.layers, stored, devices, strict=True):
         restore(layer, part, place)
     return cache
-
-
-def _format(cache: Any) -> Any:
-    """The format of the cache; by layer, if a layer is stored in another than the cache was made with."""
-    full = [(i, layer) for i, layer in enumerate(cache.layers) if isinstance(layer, CompressedLayer) and i not in cache._exact]
-    own = [layer.format for _, layer in full]
-    if isinstance(cache.format, FormatByLayer) or set(own) <= {cache.format}:
-        return cache.format
-    return FormatByLayer(tuple(own))
 
 
 def _on_host(x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from ..kernels import on_triton
 from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
 from ..policies import Budget
+from ..releases import passing
 from ..storage import GROUP, PAGE, RowPages
 from .base import CompressedCache
 
@@ -50,10 +51,10 @@ def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[
         mask = torch.ones(rows, prompt, dtype=torch.long, device=model.device)
         mask[1:, 0] = 0
         ids = torch.zeros_like(mask)
-        model(input_ids=ids, attention_mask=mask, past_key_values=fresh)
+        model(input_ids=ids, attention_mask=mask, **passing(fresh))
         for step in (*steps, GROUP):  # the last step quantizes several tokens
             mask = torch.cat([mask, mask.new_ones(rows, step)], dim=1)
-            model(input_ids=ids[:, :step], attention_mask=mask, past_key_values=fresh)
+            model(input_ids=ids[:, :step], attention_mask=mask, **passing(fresh))
         for layer in fresh.layers:  # at the end of the capacity, a single token may be quantized
             if (
                 isinstance(layer, CompressedLayer)

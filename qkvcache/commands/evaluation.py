@@ -88,7 +88,8 @@ def bench(
         quiet()
         network, tokenizer = models.load(path, computes_in, on)
         ids = tokenizer(demo.text(), verbose=False)["input_ids"]
-        prompt = torch.tensor((ids * (tokens // len(ids) + 1))[:tokens], device=network.device).expand(batch, -1).contiguous()
+        repeated = (ids * (tokens // len(ids) + 1))[:tokens]
+        prompt = torch.tensor(repeated, dtype=torch.int64, device=network.device).expand(batch, -1).contiguous()
         for spec in specs:
             spec.make(network.config)
         named = {"model": model, "device": str(network.device), "dtype": dtype}

@@ -120,7 +120,7 @@ def recommend(
     dtype: Dtype = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Show which cache to choose, why, its bytes, and the nearest flags of vLLM and SGLang."""
+    """Show which cache to choose, why, and its bytes."""
     from .. import planning
 
     options = {
@@ -133,7 +133,7 @@ def recommend(
         found = planning.recommend(config, **options)  # type: ignore[arg-type]
     grid = Table(Column(), Column(overflow="fold"), show_header=False, title="recommended" if found.fits else "does not fit")
     first = [("cache", found.call), ("because", found.reason)]
-    for row in (*(first if found.fits else reversed(first)), ("vLLM", found.vllm), ("SGLang", found.sglang)):
+    for row in first if found.fits else reversed(first):
         grid.add_row(*row)
     output(found.as_json(), json_output, grid)
 

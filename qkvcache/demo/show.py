@@ -29,6 +29,7 @@ from ..models import load
 from ..options import table
 from ..policies import KeyDiff, SnapKV
 from ..progress import progress, track
+from ..releases import passing
 from . import text_ids
 
 FORMATS = (
@@ -89,7 +90,7 @@ def run(
             console.print(f"[bold]{label}:[/bold]{ask_later(model, tokenizer, case, cache)}", highlight=False)
         console.print()
     begin = len(ids) // 2
-    window = torch.tensor(ids[begin : begin + 2 * (size.context + size.read_on)], device=model.device).view(2, -1)
+    window = torch.tensor(ids[begin : begin + 2 * (size.context + size.read_on)], dtype=torch.int64, device=model.device).view(2, -1)
     with progress("reading without a compressed cache"):
         passages = Passages.read(model, window, size.context)
         cases = RecallSet.make(model, tokenizer, ids, size.context, size.recalls, seed=seed, form=size.form)
@@ -140,7 +141,7 @@ def generate(
     count."""
     clock = Clock()
     options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": NEW_TOKENS, "do_sample": False, "streamer": streamer}
-    ids = model.generate(prompt, past_key_values=cache, stopping_criteria=StoppingCriteriaList([clock]), **options)  # type: ignore[operator]
+    ids = model.generate(prompt, **passing(cache), stopping_criteria=StoppingCriteriaList([clock]), **options)  # type: ignore[operator]
     return str(tokenizer.decode(ids[0, prompt.shape[1] :])), (len(clock.times) - 2) / (clock.times[-1] - clock.times[1])
 
 
@@ -148,9 +149,9 @@ def ask_later(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: 
     """The answer to a question that follows when the cache has read the context, with a token of the question a step."""
     context, prompt = (tokenizer(x, return_tensors="pt")["input_ids"].to(model.device) for x in (case.context, case.prompt))
     with torch.no_grad():
-        model(context, past_key_values=cache, logits_to_keep=1)
+        model(context, **passing(cache), logits_to_keep=1)
     options = {"attention_mask": torch.ones_like(prompt), "prefill_chunk_size": 1, "max_new_tokens": NEW_TOKENS, "do_sample": False}
-    out = model.generate(prompt, past_key_values=cache, **options)  # type: ignore[operator]
+    out = model.generate(prompt, **passing(cache), **options)  # type: ignore[operator]
     return str(tokenizer.decode(out[0, prompt.shape[1] :])).split(".")[0]
 
 

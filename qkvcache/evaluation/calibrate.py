@@ -28,6 +28,7 @@ from ..formats.hadaquant import BITS
 from ..kernels import Pair
 from ..layers.compressed import CompressedLayer
 from ..policies import check_count
+from ..releases import passing
 from .provenance import provenance
 from .quality import compare, prefill
 
@@ -99,7 +100,7 @@ def calibrate(
 
         calibration = calibrate(model, tokenizer, bits=3)
         calibration.save("calibrated.json")
-        model.generate(**inputs, past_key_values=CompressedCache(model.config, format="calibrated.json"))
+        model.generate(**inputs, cache=CompressedCache(model.config, format="calibrated.json"))
 
     Args:
         model: a decoder, in float32: the rounding of a model in 16 bits exceeds the cost of 4 bits.
@@ -208,7 +209,7 @@ def windows_of(text: PreTrainedTokenizerBase | Tensor | Sequence[int], windows: 
     if isinstance(text, PreTrainedTokenizerBase):
         text = demo.text_ids(text)
     try:
-        ids = torch.as_tensor(text)
+        ids = torch.as_tensor(text, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"text must be token ids [T] or a tokenizer, got {type(text).__name__}") from error
     if ids.dim() != 1 or ids.is_floating_point():
@@ -224,4 +225,4 @@ def _read(model: PreTrainedModel, past: Cache, rest: Tensor, replaced: dict[int,
     cache = copy.deepcopy(past)
     for i, (key, value) in replaced.items():
         cache.layers[i].keys, cache.layers[i].values = key, value  # type: ignore[union-attr]
-    return model(rest, past_key_values=cache).logits.float().log_softmax(-1)
+    return model(rest, **passing(cache)).logits.float().log_softmax(-1)

@@ -37,6 +37,7 @@ from .. import models
 from ..caches import CompressedCache
 from ..formats.base import check_option
 from ..policies import check_count
+from ..releases import passing
 from .quality import held_bytes
 from .spec import CacheSpec
 
@@ -124,7 +125,7 @@ class CacheLM(HFLM):
         keep = {"logits_to_keep": 1} if last_only and self.model._supports_logits_to_keep() else {}
         precision = self.mixed_precision_dtype
         with torch.no_grad(), torch.autocast(self.device.type, dtype=precision, enabled=precision is not None):
-            logits = self.model(ids, past_key_values=cache, use_cache=True, **keep).logits
+            logits = self.model(ids, **passing(cache), use_cache=True, **keep).logits
         return logits[:, -1:] if last_only else logits
 
     def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
@@ -186,7 +187,7 @@ class CacheLM(HFLM):
         pieces = list(_pieces(choices, rows))
         for place, piece in enumerate(pieces):
             fork = cache if place == len(pieces) - 1 else copy.deepcopy(cache)
-            at = torch.tensor([row for row, _, _ in piece], device=self.device)
+            at = torch.tensor([row for row, _, _ in piece], dtype=torch.int64, device=self.device)
             if fork.get_seq_length() and at.tolist() != list(range(len(groups))):
                 fork.reorder_cache(at)  # type: ignore[arg-type]
             targets = self._tensor([continuation for _, _, continuation in piece])
@@ -219,7 +220,7 @@ class CacheLM(HFLM):
             if 0 < begin < length:
                 self._forward(ids[:, :begin], cache, last_only=True)
             options["attention_mask"] = torch.ones_like(ids)
-            made = super()._model_generate(ids, length + new, stop, past_key_values=cache, **options)[:, length:]
+            made = super()._model_generate(ids, length + new, stop, **passing(cache), **options)[:, length:]
             self.measured.count(cache, len(rows))
             out[rows, context.shape[1] : context.shape[1] + made.shape[1]] = made
         return out

@@ -64,7 +64,7 @@ def profile_heads(
             )
         found.append([layer.scores[0, :, policy.num_sink_tokens :].cpu() for layer in layers])  # type: ignore[index]
         progress(number, windows)
-    ranks = (torch.arange(QUANTILES) + 0.5) / QUANTILES
+    ranks = (torch.arange(QUANTILES, dtype=torch.float32, device="cpu") + 0.5) / QUANTILES
     quantiles = tuple(
         tuple(tuple(torch.cat(windows_of_head).quantile(1 - ranks).tolist()) for windows_of_head in zip(*windows_of_layer, strict=True))
         for windows_of_layer in zip(*found, strict=True)

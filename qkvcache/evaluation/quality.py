@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ..caches import CompressedCache
 from ..caches.memory import measured
 from ..layers.compressed import CompressedLayer
+from ..releases import passing
 from ..storage import GROUP
 from .recall import CODE_WORD, Form, RecallCase, recall_case
 
@@ -49,7 +50,7 @@ class Prefilled(DynamicCache):
         if policy and policy.second_reading:
             cache.compress(model, ids, tokenizer=tokenizer, progress=False)  # type: ignore[attr-defined]
         elif policy or not self.copies:
-            model(ids, past_key_values=cache, logits_to_keep=1)
+            model(ids, **passing(cache), logits_to_keep=1)
         else:
             for index, layer in enumerate(self.layers):
                 cache.update(layer.keys, layer.values, index)  # type: ignore[arg-type, union-attr]
@@ -69,7 +70,7 @@ def prefill(model: PreTrainedModel, ids: Tensor) -> tuple[Prefilled, Tensor]:
     cache = Prefilled(config=model.config)
     groups = in_groups(model, ids) if cache.copies else (ids,)
     parts = [cache] if len(groups) == 1 else [Prefilled(config=model.config) for _ in groups]
-    logits = [model(rows, past_key_values=part, logits_to_keep=1).logits[:, -1] for rows, part in zip(groups, parts, strict=True)]
+    logits = [model(rows, **passing(part), logits_to_keep=1).logits[:, -1] for rows, part in zip(groups, parts, strict=True)]
     if len(parts) > 1:
         for index, layers in enumerate(zip(*(part.layers for part in parts), strict=True)):
             cache.update(torch.cat([layer.keys for layer in layers]), torch.cat([layer.values for layer in layers]), index)
@@ -150,7 +151,7 @@ def steps(model: PreTrainedModel, cache: Cache, ids: Tensor, size: int | None = 
     `cache`, in steps of `n` tokens."""
     while ids.shape[1]:
         step, ids = ids.tensor_split([size or at_once(cache)], dim=1)
-        yield model(step, past_key_values=cache).logits
+        yield model(step, **passing(cache)).logits
 
 
 @torch.no_grad()
@@ -158,7 +159,7 @@ def stream(model: PreTrainedModel, cache: Cache, ids: Tensor, chunk: int) -> Ite
     """Yields the negative log-likelihoods of all tokens of `ids` `[B, T]` except the first, read `chunk` tokens a step:
     fp32 `[B, n]` for each step."""
     for step, target in zip(ids[:, :-1].split(chunk, dim=1), ids[:, 1:].split(chunk, dim=1), strict=True):
-        logits = model(step, past_key_values=cache).logits
+        logits = model(step, **passing(cache)).logits
         yield torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction="none").view(target.shape)
 
 
@@ -235,7 +236,7 @@ class RecallSet:
             cases.append(case)
             rows.append(tokenizer(form.opening + case.context, verbose=False)["input_ids"])
         shortest = min(map(len, rows))  # code words differ in length; the last tokens contain no fact
-        context = torch.tensor([row[:shortest] for row in rows], device=model.device)
+        context = torch.tensor([row[:shortest] for row in rows], dtype=torch.int64, device=model.device)
         asked = form.before_question + cases[0].question
         question = tokenizer(asked, add_special_tokens=False, return_tensors="pt")["input_ids"].to(model.device)
         if seen:
@@ -256,7 +257,7 @@ def recall(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cases: Re
     size = 1 if _chooses(cache) else step.shape[1]
     while len(answers) <= longest:
         for part in step.split(size, dim=1):
-            logits = model(part, past_key_values=cache, logits_to_keep=1).logits
+            logits = model(part, **passing(cache), logits_to_keep=1).logits
         step = logits[:, -1:].argmax(-1)
         answers.append(step)
     texts = tokenizer.batch_decode(torch.cat(answers, dim=1))

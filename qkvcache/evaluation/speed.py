@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from ..releases import passing
 from .quality import held_bytes
 from .spec import CacheSpec
 
@@ -49,7 +50,11 @@ def measure(model: PreTrainedModel, ids: Tensor, specs: Sequence[CacheSpec], new
             options = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
             begin = time.perf_counter()
             model.generate(  # type: ignore[operator]
-                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, stopping_criteria=StoppingCriteriaList([clock]), **options
+                ids,
+                attention_mask=torch.ones_like(ids),
+                **passing(cache),
+                stopping_criteria=StoppingCriteriaList([clock]),
+                **options,
             )
             prompt_ms.append((clock.times[0] - begin) * 1e3)
             steps = [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)]

@@ -77,17 +77,30 @@ class Centered(Codec):
 
 def _mean(x: Tensor, is_valid: Tensor | None) -> Tensor:
     """The mean of `x` over the tokens that are `is_valid`, fp32 `[B, H, 1, D]`, shrunk as above; 0 where no token is finite."""
-    mean, square, count = _moments(x, is_valid)
-    typical = square.sort(-1).values[..., x.shape[3] // 2, None]
+    return _shrunk(*_moments(x, is_valid))
+
+
+def _shrunk(mean: Tensor, square: Tensor, count: int | Tensor) -> Tensor:
+    """The result of `_mean` for that of `_moments`."""
+    typical = square.sort(-1).values[..., square.shape[3] // 2, None]
     doubt = torch.minimum(square - mean.square() + typical / count, mean.square())
     weight = count * mean.square()
     mean = mean * (weight / (weight + FEW * doubt).clamp_min(torch.finfo(mean.dtype).tiny))
     return mean.where(mean.isfinite().all(-1, keepdim=True), 0).float()
 
 
-def mean_energy(x: Tensor) -> Tensor:
-    """The energy of the means of channels over that of their variation, fp32 `[B, H]`, of keys `[B, H, T, D]`."""
-    mean, square, _ = _moments(x, None)
+def spread(x: Tensor, is_valid: Tensor | None) -> Tensor:
+    """The mean square of each channel around the mean that is subtracted, fp32 `[B, H, 1, D]`, over the
+    tokens of `x` `[B, H, T, D]` that are `is_valid` (bool `[B, T]`; None: all)."""
+    mean, square, count = _moments(x, is_valid)
+    center = _shrunk(mean, square, count)
+    return (square - 2 * center * mean + center.square()).clamp_min(0).float()
+
+
+def mean_energy(x: Tensor, is_valid: Tensor | None = None) -> Tensor:
+    """The energy of the means of channels over that of their variation, fp32 `[B, H]`, of keys `[B, H, T, D]`. `is_valid`: as of
+    `Codec.calibrate`."""
+    mean, square, _ = _moments(x, is_valid)
     mean, square = (energy.sum(-1).squeeze(-1) for energy in (mean.square(), square))
     return (mean / (square - mean).clamp_min(torch.finfo(mean.dtype).tiny)).float()
 

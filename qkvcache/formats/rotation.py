@@ -26,7 +26,7 @@ def rotation_block(head_dim: int) -> int:
 @torch.inference_mode(False)  # what is made once for all callers must serve those that differentiate too
 def sylvester_matrix(size: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Sylvester's Hadamard matrix, of 1 and -1: symmetric, and `size` times its own inverse."""
-    matrix = torch.ones(1, 1, dtype=dtype)
+    matrix = torch.ones(1, 1, dtype=dtype, device="cpu")
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix.to(device)
@@ -44,7 +44,8 @@ def hadamard_matrix(size: int, device: torch.device) -> Tensor:
 def random_signs(size: int, device: torch.device) -> Tensor:
     """fp32 `[size]` of 1 and -1, always the same."""
     generator = torch.Generator().manual_seed(SIGN_SEED)
-    return (torch.bernoulli(torch.full((size,), 0.5), generator=generator) * 2 - 1).to(device)
+    chance = torch.full((size,), 0.5, dtype=torch.float32, device="cpu")  # other dtypes draw other signs
+    return (torch.bernoulli(chance, generator=generator) * 2 - 1).to(device)
 
 
 @functools.lru_cache(maxsize=32)

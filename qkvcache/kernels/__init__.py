@@ -9,6 +9,7 @@ from .dispatch import (
     attend_on_codes,
     attend_pages,
     attends_in_tiles,
+    calibrate,
     compile_step,
     compiles_step,
     copy_index,

@@ -1,23 +1,18 @@
 """Attention of many new tokens over a quantized past, without a dense layer.
 
-The past is dequantized chunk by chunk into scratch of a bounded size, flash attention runs on each chunk, or cuDNN on the parts of it whose
-plans pay, and the outputs are merged by their log-sum-exps. The exact tokens, with the new ones, are one more part:
+The past is dequantized chunk by chunk into scratch of a bounded size, flash attention runs on each chunk, and the outputs are merged by
+their log-sum-exps. The exact tokens, with the new ones, are one more part:
 
     part       keys and values                                    mask
     chunk i    the next quantized tokens, in the model's dtype    none, or the columns that padding hides
     exact      sink tokens, residual, the new tokens              causal among the new tokens, and the same columns
 
-Flash attention and cuDNN take no mask of columns: up to the last column that is hidden, torch's memory-efficient attention runs.
-
-cuDNN attends about twice as fast as flash attention, and with dequantizing before it 1.2 to 1.7 times as fast as the kernel that reads the
-codes for many rows. But it prepares a plan for each shape and layout of its tensors when it first meets them, which takes 45 to 800 ms on
-an H200: longer than a turn. A chat meets most shapes once, chunked prefill and evaluation meet a few often, and the number of calls is not
-known in advance. So the other kernels serve a shape until they have cost as much more than cuDNN as a plan costs (the ski rental rule):
-together they cost at most twice as much as the better choice for the actual number of calls.
+Flash attention takes no mask of columns: up to the last column that is hidden, torch's memory-efficient attention runs.
+cuDNN is faster, but prepares a plan for each shape that it first meets, which takes 45 to 800 ms on an H200: longer than a turn.
 
 The query heads of a group are rows of their KV head, so that keys and values are never copied for query heads. Vectors that are stored
 rotated stay rotated in the scratch: queries are rotated before, and the merged output of the chunks is rotated back.
-`attention/route.py` has the number of queries from which this is faster than kernels that read the codes.
+`attention/route.py` says which queries attend so.
 
 The weights that policies need depend on the normalisers, which are known after the merge. The parts
 are then read a second time, the last chunk first, which is still in the scratch.
@@ -26,9 +21,7 @@ are then read a second time, the last chunk first, which is still in the scratch
 from __future__ import annotations
 
 import functools
-import math
-import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 
@@ -45,15 +38,6 @@ from .sum_attention import BLOCK
 
 CHUNK_TOKENS, CHUNK_BYTES = 65536, 512 * 2**20
 """The most tokens of a chunk, and the most bytes of its keys and values together."""
-CUDNN_TOKENS = tuple(2**n for n in range(16, 9, -1))
-"""Numbers of tokens that cuDNN attends to at a time. There are few sizes, so that plans are reused. The smallest leaves
-few tokens to flash attention, which takes twice as long (`eval/bench_turns.py`)."""
-PLAN_FLOPS = 0.2 / (1 / 390e12 - 1 / 565e12)
-"""The floating-point operations of attention after which the time lost by the kernel for many rows, against dequantizing and cuDNN, equals
-the time of a plan: .2 s a plan (`eval/bench_turns.py`: the first of several turns, with five or six plans, less the others, on an H200),
-and the speeds of both at 8 x 512 new tokens on an H100, in FLOP/s (`eval/results/past.jsonl`, "attention by kernel")."""
-ROW_STEP = 128
-"""Folded rows are padded to a multiple of this number, so that few shapes exist."""
 MERGED_PARTS = 8
 """The number of parts that are merged at a time. The outputs of more parts would take more memory than a dense
 layer."""
@@ -65,7 +49,7 @@ Piece = tuple[int, tuple[Codec, Codec], Fill]
 """A chunk of quantized tokens: their number, the codecs that rotated them, and the function that dequantizes them."""
 Part = tuple[Tensor, Tensor]
 """Output `[B, H', R, Dv]` and log-sum-exp, fp32 `[B, H', R]`, of one part of the tokens. `H'` and `R` are query heads and queries, or,
-folded, KV heads and the queries of a group's heads one after another, with rows of padding at the end."""
+folded, KV heads and the queries of a group's heads one after another."""
 
 
 def supports(query: Tensor, attention_inputs: AttentionInputs) -> bool:
@@ -93,16 +77,13 @@ def attend_chunked_pages(
 ) -> tuple[Tensor, Tensor]:
     """`attend_chunked` over the tokens `begin` to `end` of pages with one table for all heads, between exact keys and values
     `[B, H, T, D]`: first tokens, and those after the pages, of which the last `Q` are those of the queries `[B, Hq, Q, D]`."""
-
-    # Prompts of a batch are cut anywhere, so that no plan of cuDNN's would serve twice.
     tokens = ChunkedKV.of_pages(pages, begin, end, sinks, recent)
-    return attend_chunked(query, tokens, scaling=scaling, chunk_tokens=CHUNK_TOKENS, plans=False)[:2]
+    return attend_chunked(query, tokens, scaling=scaling)[:2]
 
 
 def _pieces_of_pages(pages: Pages, begin: int, end: int, size: int) -> Iterator[Piece]:
-    for count in cut(end - begin, [size]):
-        yield count, pages.codecs, functools.partial(dequantize_pages, pages, begin=begin)
-        begin += count
+    for at in range(begin, end, size):
+        yield min(size, end - at), pages.codecs, functools.partial(dequantize_pages, pages, begin=at)
 
 
 @dataclass(frozen=True)
@@ -146,7 +127,6 @@ def attend_chunked(
     shown_from: int | None = None,
     observed: Tensor | None = None,
     chunk_tokens: int | None = None,
-    plans: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Causal attention of the last `Q` tokens: the output `[B, Hq, Q, D]` in the query's dtype, and the log of the normaliser, fp32
     `[B, Hq, Q]`. If queries are `observed`, a second pass also gives the accumulated attention of each token, fp32 `[B, H, T]`: its softmax
@@ -161,8 +141,7 @@ def attend_chunked(
         sinks: a learned logit for each query head, `[Hq]`, that takes part in the softmax and has no value (gpt-oss).
         shown_from: a column from which on nothing is hidden. None: not known.
         observed: how often each of the last `W` queries counts, fp32 `[B, W]`; 0 for padding.
-        chunk_tokens: the most tokens of a chunk. None: the fastest number for these queries.
-        plans: whether steps of the same number of queries will follow, so that plans of cuDNN are used again.
+        chunk_tokens: the most tokens of a chunk. None: as many as fit in CHUNK_TOKENS and CHUNK_BYTES.
     """
     if isinstance(tokens, AttentionInputs):
         tokens = ChunkedKV.of(tokens)
@@ -172,36 +151,27 @@ def attend_chunked(
     scaling = dim**-0.5 if scaling is None else scaling
     folded = fold(query, heads)
     masked = 0 if hidden is None else hidden.shape[-1] if shown_from is None else shown_from
-    by_cudnn = plans and (hidden is None or shown_from is not None) and softcap is None and _cudnn_is_faster(folded.shape, query.device)
     size = _most_tokens(query, heads)
-    size = min(size, chunk_tokens or size)
-    sizes = _cudnn_sizes(size) if by_cudnn else [size]
-    planned = [n for n in sizes if plan_pays(_plan(query, folded.shape, n))] if by_cudnn else []
-    pieces = list(tokens.pieces(size // sizes[0] * sizes[0]))
+    pieces = list(tokens.pieces(min(size, chunk_tokens or size)))
     if on_triton(query.device):
         from .triton_merge import merge as merge_parts
     else:
         merge_parts = merge
     column, parts, rotated, unrotated = before, list[Part](), folded, scaling
     room = max((count for count, _, _ in pieces), default=0)
-    if by_cudnn:  # whose plans are for strides, too: they do not depend on the number of the outermost
-        scratch = query.new_empty(2, room, batch, heads, dim).permute(0, 2, 3, 1, 4)
-    else:
-        scratch = query.new_empty(2, batch, heads, room, dim)
+    scratch = query.new_empty(2, batch, heads, room, dim)
     if pieces:
         rotated, factor = rotate(folded, pieces[0][1][0])
         unrotated = scaling * factor
     for count, _, fill in pieces:
         fill((scratch[0, :, :, :count], scratch[1, :, :, :count]))
         under_mask = min(max(masked - column, 0), count)
-        counts = [under_mask] * bool(under_mask) + list(cut(count - under_mask, planned))
+        counts = [part for part in (under_mask, count - under_mask) if part]
         for keys, values in zip(*(x[:, :, :count].split(counts, dim=2) for x in scratch), strict=True):
             shown, bias = keys.shape[2], None
             if hidden is not None and column < masked:
                 bias = hidden_bias(_by_head(hidden)[:, :, None, column : column + shown], query.dtype)
-            elif by_cudnn and shown not in planned:
-                _count(query, folded.shape, shown, sizes)
-            parts.append(library_attention(rotated, keys, values, bias, unrotated, softcap, by_cudnn=bias is None and shown in planned))
+            parts.append(library_attention(rotated, keys, values, bias, unrotated, softcap))
             column += shown
             if len(parts) == MERGED_PARTS:
                 parts = [merge_parts(parts, query_heads, queries, heads, None)]
@@ -216,7 +186,7 @@ def attend_chunked(
             bias = hidden_bias(own[:, None, None, :before], query.dtype)
             parts.append(library_attention(folded, exact[0][:, :, :before], exact[1][:, :, :before], bias, scaling, softcap))
         seen, among = (exact[0][:, :, before:], exact[1][:, :, before:]), None
-    parts += causal_attention(query, folded, *seen, among, scaling, softcap, by_cudnn=by_cudnn and among is None)
+    parts += causal_attention(query, folded, *seen, among, scaling, softcap)
     out, lse = merge_parts(parts, query_heads, queries, heads, sinks)
     if observed is None:
         return out, lse, None
@@ -234,17 +204,6 @@ def attend_chunked(
         visible, turned = None if hidden is None else ~hidden[..., column : column + count], rotate(query, codecs[0])[0]
         found.append(sum_attention(turned, keys, observed, visible, scaling=unrotated, softcap=softcap, lse=level, causal=False))
     return out, lse, torch.cat([rest[..., :before], *reversed(found)], dim=-1)
-
-
-def cut(tokens: int, sizes: Sequence[int]) -> Iterator[int]:
-    """Divides `tokens` into counts, each the largest of the descending `sizes` that fits into the rest; the last count
-    is the rest below the smallest size."""
-    for size in sizes:
-        while tokens >= size:
-            yield size
-            tokens -= size
-    if tokens:
-        yield tokens
 
 
 def _pieces_of_blocks(blocks: list[tuple[Packed, Packed]], size: int) -> Iterator[Piece]:
@@ -285,18 +244,8 @@ def rotate_back(out: Tensor, codec: Codec) -> Tensor:
 
 
 def fold(query: Tensor, heads: int) -> Tensor:
-    """`[B, Hq, Q, D]` to `[B, H, R, D]`. Rows of padding hold anything."""
-    grouped, folded = query.unflatten(1, (heads, -1)), query.new_empty(_folded(query, heads))
-    rows = grouped.shape[2] * grouped.shape[3]
-    folded[:, :, :rows].view(grouped.shape).copy_(grouped)
-    return folded
-
-
-def _folded(query: Tensor, heads: int) -> tuple[int, int, int, int]:
-    """The shape of `fold(query, heads)`."""
-    batch, query_heads, queries, dim = query.shape
-    step = ROW_STEP if query.is_cuda else 1
-    return batch, heads, -(-query_heads // heads * queries // step) * step, dim
+    """`[B, Hq, Q, D]` to contiguous `[B, H, R, D]`."""
+    return query.unflatten(1, (heads, -1)).flatten(2, 3).contiguous()
 
 
 def _by_head(hidden: Tensor) -> Tensor:
@@ -311,14 +260,10 @@ def hidden_bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return bias.masked_fill_(hidden, max(MASKED_SCORE, torch.finfo(dtype).min))
 
 
-def library_attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, softcap: float | None, by_cudnn: bool = False
-) -> Part:
-    """Attention without causality of folded queries over `[B, H, T, D]`. `by_cudnn`: it is faster, and has a plan or is worth one."""
+def library_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, softcap: float | None) -> Part:
+    """Attention without causality of folded queries over `[B, H, T, D]`."""
     if softcap is not None:
         return capped_attention(query, key, value, bias, scaling, softcap)
-    if by_cudnn:
-        return _cudnn_attention(query, key, value, scaling, causal=False)
     aten = torch.ops.aten
     mask = None if bias is None else bias.expand(*query.shape[:3], -1)
     if not query.is_cuda:
@@ -329,54 +274,10 @@ def library_attention(
     return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, scale=scaling)[:2]
 
 
-def cudnn_pays(query: Tensor, heads: int, tokens: int) -> bool:
-    """Whether `attend_chunked` has cuDNN attend to most of `tokens` quantized tokens of `heads` KV heads, for queries `[B, Hq, Q, D]`
-    without a mask: it has the plan, or the plan pays. If not, counts the work that another kernel does instead."""
-    shape, sizes = _folded(query, heads), _cudnn_sizes(_most_tokens(query, heads))
-    if not _cudnn_is_faster(shape, query.device):
-        return False
-    if tokens >= sizes[-1] and plan_pays(_plan(query, shape, next(cut(tokens, sizes)))):
-        return True
-    _count(query, shape, tokens, sizes)
-    return False
-
-
 def _most_tokens(query: Tensor, heads: int) -> int:
     """The most tokens of a chunk."""
     batch, _, _, dim = query.shape
     return min(CHUNK_TOKENS, max(CHUNK_BYTES // (2 * batch * heads * dim * query.itemsize) // 64, 1) * 64)
-
-
-def _cudnn_sizes(most: int) -> list[int]:
-    """Tokens that cuDNN attends to at a time, in chunks of `most`."""
-    return sorted({min(n, most) for n in CUDNN_TOKENS}, reverse=True)
-
-
-def plan_pays(shape: Hashable) -> bool:
-    """Whether cuDNN should attend to tensors of this shape: this thread has a plan for it, or making one pays off."""
-    return _done(shape)[0] >= PLAN_FLOPS
-
-
-def _done(shape: Hashable) -> list[float]:
-    """The one number of FLOPs that other kernels have computed for a shape in place of cuDNN."""
-    return _done_by(threading.get_ident(), shape)  # plans belong to a thread
-
-
-@functools.lru_cache(maxsize=4096)
-def _done_by(thread: int, shape: Hashable) -> list[float]:
-    return [0.0]
-
-
-def _plan(query: Tensor, folded: Sequence[int], tokens: int) -> tuple:
-    """The key of cuDNN's plans for folded queries of this shape over a scratch of that many tokens."""
-    return query.device, query.dtype, tuple(folded), tokens
-
-
-def _count(query: Tensor, folded: Sequence[int], tokens: int, sizes: Sequence[int]) -> None:
-    """Counts the tokens that another kernel attends to although cuDNN could, in parts of `sizes`."""
-    for size in cut(tokens, sizes):
-        if size in sizes:
-            _done(_plan(query, folded, size))[0] += 4 * math.prod(folded) * size
 
 
 def capped_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, softcap: float) -> Part:
@@ -396,22 +297,6 @@ def capped_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | N
     return out.to(query.dtype), lse
 
 
-def _cudnn_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> Part:
-    """Attention by cuDNN. `causal`: there are as many queries as keys, and attention is causal."""
-    attention = torch.ops.aten._scaled_dot_product_cudnn_attention
-    out, lse, *_ = attention(query, key, value, None, True, 0.0, causal, False, scale=scaling)
-    return out, lse.view(query.shape[:3])
-
-
-def _cudnn_is_faster(folded: Sequence[int], device: torch.device) -> bool:
-    """On Hopper and later, where its programs, one for 128 rows of `folded` queries, fill the GPU: flash attention also splits keys."""
-    if device.type != "cuda":
-        return False
-    batch, heads, rows, dim = folded
-    properties, programs = torch.cuda.get_device_properties(device), batch * heads * -(-rows // 128)
-    return not torch.version.hip and properties.major >= 9 and dim <= 128 and 2 * programs >= properties.multi_processor_count
-
-
 def causal_attention(
     query: Tensor,
     folded: Tensor,
@@ -420,26 +305,15 @@ def causal_attention(
     hidden: Tensor | None,
     scaling: float,
     softcap: float | None,
-    by_cudnn: bool = False,
 ) -> list[Part]:
-    """Attention over the exact tokens `[B, H, T, D]`, of which the last `Q` are the queries' own. cuDNN, where it is faster and worth a
-    plan, has no causality aligned with the last key: tokens before the queries' own are a part of their own then."""
+    """Attention over the exact tokens `[B, H, T, D]`, of which the last `Q` are the queries' own."""
     queries, tokens = query.shape[2], key.shape[2]
-    if by_cudnn:
-        before, own = ((key[:, :, part], value[:, :, part]) for part in (slice(tokens - queries), slice(tokens - queries, None)))
-        shape = query.device, query.dtype, query.shape, query.stride(), own[0].shape, own[0].stride()
-        if plan_pays(shape):
-            parts = [library_attention(folded, *before, None, scaling, None)] if tokens > queries else []
-            return [*parts, _cudnn_attention(query, *own, scaling, causal=True)]
-        _done(shape)[0] += 2 * query.numel() * queries
     if query.is_cuda and hidden is None and softcap is None:
         # Causal means aligned with the last key in this operator. It serves the heads of a group without copies.
         return [torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scaling)[:2]]
     later = torch.ones(queries, tokens, dtype=torch.bool, device=query.device).triu(tokens - queries + 1)[None, None]
     masked = later if hidden is None else later | hidden[:, None, None, :]
-    groups, rows = query.shape[1] // key.shape[1], folded.shape[2]
-    masked = masked.repeat(1, 1, groups, 1)
-    masked = torch.nn.functional.pad(masked, (0, 0, 0, rows - masked.shape[2]))
+    masked = masked.repeat(1, 1, query.shape[1] // key.shape[1], 1)
     return [library_attention(folded, key, value, hidden_bias(masked, query.dtype), scaling, softcap)]
 
 
@@ -449,7 +323,7 @@ def merge(parts: Sequence[Part], query_heads: int, queries: int, heads: int, sin
     def unfolded(x: Tensor) -> Tensor:
         if x.shape[1] == query_heads and heads != query_heads:
             return x
-        return x[:, :, : query_heads // heads * queries].reshape(x.shape[0], query_heads, queries, *x.shape[3:])
+        return x.reshape(x.shape[0], query_heads, queries, *x.shape[3:])
 
     lse = torch.stack([unfolded(part[1]) for part in parts])
     total = torch.logsumexp(lse, dim=0)

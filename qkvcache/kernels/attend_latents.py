@@ -67,7 +67,7 @@ def _choose(query: Tensor, side: KeysOrValues, mask: Tensor) -> tuple[Tensor, Te
 
 def _gathered(side: KeysOrValues, index: Tensor) -> KeysOrValues:
     """The exact tokens, and the quantized ones at `index` `[N, K]`, of the rows repeated to `N`."""
-    rows = torch.arange(side.shape[0]).repeat_interleave(len(index) // side.shape[0])
+    rows = torch.arange(side.shape[0], device="cpu").repeat_interleave(len(index) // side.shape[0])
     place, row, begin = index.flatten(), rows.repeat_interleave(index.shape[1]), 0
     packed = [segment for segment in side.segments if isinstance(segment, Packed)]
     codec, dim, like = packed[0].codec, packed[0].head_dim, packed[0].codes

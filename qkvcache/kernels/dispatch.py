@@ -145,9 +145,9 @@ def fuses(module: str, inputs: PagedInputs, query: Tensor, *others: Any) -> bool
     return supported
 
 
-def attends_in_tiles(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None) -> bool:
-    """Whether the fused kernel for many rows serves causal attention to these inputs, and is faster than dequantizing them, which reads
-    pages in host memory once."""
+def attends_in_tiles(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None) -> bool:
+    """Whether the fused kernel for many rows serves causal attention to these inputs. Dequantizing is faster where pages lie in host
+    memory, which it reads once."""
     inputs = attention_inputs.paged
     if inputs is None or inputs.pages.index or torch.compiler.is_compiling() or not on_triton(query.device):
         return False
@@ -308,6 +308,11 @@ def copy_index(pages: Pages, tokens: int, begin: int | None = None) -> None:
     """Copies tokens into `pages.index`, if there is one: `tokens` of them from `begin` on; None: the last ones, as the device counts."""
     if pages.index is not None and tokens:
         _module("triton_fetch_blocks").index_of(pages, tokens, begin)()
+
+
+def calibrate(inputs: PagedInputs, begun: Tensor, x: Pair, is_valid: Tensor | None) -> None:
+    """`pages.calibrate` of the pages of `inputs`, in compiled code."""
+    torch.ops.qkvcache.calibrate(inputs.handle, ORDER[x[0].device], begun, *x, is_valid)
 
 
 def step(inputs: PagedInputs, x: Pair) -> None:

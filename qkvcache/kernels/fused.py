@@ -95,6 +95,7 @@ LEAST_SPARED = 5 * 2**16
 EXACT_TILE = 32
 """Exact tokens of a tile. One program reads all of them, and with few other tokens all others wait for it."""
 
+
 def supports(inputs: PagedInputs, query: Tensor) -> bool:
     """Whether the fused kernel can read these inputs, exact tokens among them."""
     known, recent = inputs.launches.get("supported"), inputs.ring

@@ -110,9 +110,7 @@ class Launcher:
         fixed: all other arguments, and options; the kernel may lack some. Tensors among them keep their addresses.
     """
 
-    def __init__(
-        self, kernel: Any, device: torch.device, given: Sequence[str], held: Sequence[str] = (), **fixed: Any
-    ) -> None:
+    def __init__(self, kernel: Any, device: torch.device, given: Sequence[str], held: Sequence[str] = (), **fixed: Any) -> None:
         self.kernel, self.index = kernel, device.index if device.type == "cuda" else -1
         self.given, self.taken = tuple(given), frozenset(kernel.arg_names)
         self.fixed = {name: x for name, x in fixed.items() if name in self.taken or name in OPTIONS}

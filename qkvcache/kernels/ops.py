@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from ..autocast import without_autocast
 from . import dispatch
 from .attend import OPTIONS as NAMES
 from .evict import StaticTensors
 from .handles import inputs_of
-from .pages import differ
+from .pages import calibrate, differ
 
 HANDLE = "Tensor handle, Tensor order"
 OPTIONS = "Tensor? sinks, Tensor? observed, float? scaling, float? softcap, bool? causal"
@@ -29,7 +30,8 @@ def _operator(name: str, arguments: str, returns: str = "()", mutates: Sequence[
     """Declares an operator whose tensors `mutates` are written."""
     for i, argument in enumerate(mutates):
         arguments = re.sub(rf"\bTensor((?:\[\])? {argument}\b)", rf"Tensor(a{i}!)\1", arguments)
-    return torch.library.custom_op(f"qkvcache::{name}", mutates_args=mutates, schema=f"({arguments}) -> {returns}")
+    operator = torch.library.custom_op(f"qkvcache::{name}", mutates_args=mutates, schema=f"({arguments}) -> {returns}")
+    return lambda function: operator(without_autocast()(function))
 
 
 def _given(options: Sequence[Any]) -> dict[str, Any]:
@@ -73,6 +75,11 @@ def _step(handle, order, key, value):
                 "cache.reset() and cache.early_initialization(...) before"
             )
     dispatch.step(inputs, (key, value))
+
+
+@_operator("calibrate", f"{HANDLE}, Tensor begun, Tensor key, Tensor value, Tensor? is_valid", mutates=["order", "begun"])
+def _calibrate(handle, order, begun, key, value, is_valid):
+    calibrate(inputs_of(handle).pages, begun, (key, value), is_valid)
 
 
 @_operator("unfold", f"{HANDLE}, SymInt columns, Tensor key, Tensor value", "(Tensor, Tensor)")

@@ -630,6 +630,16 @@ def _put(x: Tensor, stored: Tensor, index: tuple[Tensor, ...], new: Tensor) -> N
     x[at] = torch.where(stored, new, torch.where(stored.any(), new.index_select(0, first), x[at]))
 
 
+def calibrate(pages: Pages, begun: Tensor, x: Pair, is_valid: Tensor | None) -> None:
+    """Computes the statistics of the rows that have none, those that have not `begun`, bool `[B]`, from keys and values `[B, H, T, D]`. A
+    row begins with its first tokens that are valid: `is_valid`, bool `[B, T]`; None: all are."""
+    for codec, statistics, new in zip(pages.codecs, pages.statistics, x, strict=True):
+        if statistics:
+            for name, value in codec.calibrate(new, is_valid).items():
+                statistics[name].copy_(torch.where(begun[:, None, None, None], statistics[name], value))
+    begun |= torch.ones_like(begun) if is_valid is None else is_valid.any(-1)
+
+
 def step(inputs: PagedInputs, x: Pair) -> None:
     """Stores new tokens, keys and values `[B, H, T, D]`, with counts on the device: the first as sinks, the others in the ring. Tokens that
     leave the ring are quantized. A step that does not fit is dropped and counted in `control`. All rows have as many tokens."""

@@ -209,8 +209,8 @@ class Launches:
             self.attend = Launcher(attend_kernel, device, given, held, **self.fixed | options)
         if form.observed:
             given = "weights", "tops", "lse", "observed", "attention_sums"
-            held = "slots", "grains", "n_quantized", "blocks", *OF_INPUTS
-            self.sum = Launcher(sum_splits_kernel, device, given, held, **self.fixed, num_warps=4)
+            sizes = "slots", "grains", "n_quantized", "blocks"
+            self.sum = Launcher(sum_splits_kernel, device, given, (*sizes, *OF_INPUTS), **self.fixed, num_warps=4)
         strides = dict(zip(("out_stride_b", "out_stride_h", "out_stride_q"), self.out_strides, strict=False))
         reduce = {
             "blocks": self.blocks, "C": columns, "S": 32, "SINKS": form.sinks, "TURN": use.v_block**-0.5,
@@ -249,7 +249,8 @@ class Plan:
         self.zones = zones = (region, sinks, ring) = (inputs.slots[1], inputs.slots[0], inputs.slots[2])
         self.skip, self.max_length, shape = skip, inputs.max_length, query.shape
         scaling, softcap = options.get("scaling"), options.get("softcap")
-        self.mask, shown, self.mask_strides = kind.empty, "none", (0, 0, 0, 0)
+        self.mask, shown = kind.empty, "none"
+        self.mask_strides: tuple[int, ...] = (0, 0, 0, 0)
         if mask is not None:
             mask = mask[(None,) * (4 - mask.dim())]
             mask = mask.expand(*shape[:3], sum(zones) if mask.shape[3] == 1 else -1)

@@ -55,7 +55,7 @@ def tables(codecs: tuple[Codec, Codec] | None, dim: int, value_dim: int, device:
     key, value = (PLAIN, PLAIN) if codecs is None else (dataclasses.replace(layout_of(codec) or PLAIN, search=0) for codec in codecs)
     k_rotation, v_rotation = (None, None) if codecs is None else (codec.rotation for codec in codecs)
     whole, factor, v_block = None, 1.0, 1
-    rotation = matrix = signs = v_signs = empty = torch.empty(0, device=device)
+    rotation = matrix = signs = v_signs = empty = torch.empty(0, dtype=torch.float32, device=device)
     shifts = {"k_shifts": _shifts(key, dim, device), "v_shifts": _shifts(value, value_dim, device)}
     if k_rotation:
         factor, matrix = rotation_block(dim) ** -0.5, k_rotation.matrix(dim, device, torch.float16)
@@ -72,7 +72,7 @@ def _across_words(codec: PackedLayout, dim: int) -> Tensor:
     """The rotation across the words of a tile, fp32 `[words, words]`: matrices of 1 and -1 on the diagonal."""
     width = 16 if codec.group else max(triton.next_power_of_2(dim // codec.per), 16)
     size = min(16, dim // codec.per) if codec.group else rotation_block(dim) // codec.per
-    matrix = torch.zeros(width, width)
+    matrix = torch.zeros(width, width, dtype=torch.float32, device=CPU)
     for at in range(0, min(width, dim // codec.per), size):
         matrix[at : at + size, at : at + size] = sylvester_matrix(size, CPU)
     return matrix
@@ -80,7 +80,7 @@ def _across_words(codec: PackedLayout, dim: int) -> Tensor:
 
 def _signs(rotation: Hadamard, dim: int, device: torch.device) -> Tensor:
     """Signs of channels, fp32 `[dim]`."""
-    return random_signs(dim, device) if rotation.randomized else torch.ones(dim, device=device)
+    return random_signs(dim, device) if rotation.randomized else torch.ones(dim, dtype=torch.float32, device=device)
 
 
 def _shifts(codec: PackedLayout, dim: int, device: torch.device) -> Tensor:

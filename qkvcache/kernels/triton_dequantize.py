@@ -78,7 +78,7 @@ def rotation_table(head_dim: int, device: torch.device, dtype: torch.dtype, rand
     chunk, block = min(padded(head_dim), CHUNK), rotation_block(head_dim)
     block = min(block, chunk)
     matrix = torch.block_diag(*[sylvester_matrix(block, torch.device("cpu"))] * (chunk // block))
-    signs = torch.ones(padded(head_dim))
+    signs = torch.ones(padded(head_dim), dtype=torch.float32, device="cpu")
     if randomized:
         signs[:head_dim] = random_signs(head_dim, torch.device("cpu"))
     return torch.cat([matrix.flatten(), signs]).to(device, dtype)

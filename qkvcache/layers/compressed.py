@@ -14,15 +14,30 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ..attention.compressed_kv import NO_COLUMNS, CompressedKV
-from ..attention.masks import kernel_options
-from ..attention.padding import PlainAttention, await_attention
+from ..attention.compressed_kv import NO_COLUMNS, CompressedKV, warn_once
+from ..attention.masks import kernel_options, once
+from ..attention.padding import PlainAttention, await_attention, await_compiled_attention
 from ..attention.uncompiled import uncompiled
+from ..autocast import without_autocast
 from ..formats import Identity
 from ..formats.base import Codec, Format
 from ..formats.int8 import SymmetricInt8
-from ..kernels import AttentionBudget, AttentionInputs, PagedInputs, Pair, compile_step, compiles_step, dense, prepare, step, unfold
-from ..kernels.pages import RunningStep, both, differ
+from ..formats.outlying import LEAST
+from ..kernels import (
+    AttentionBudget,
+    AttentionInputs,
+    PagedInputs,
+    Pair,
+    calibrate,
+    compile_step,
+    compiles_step,
+    dense,
+    prepare,
+    read,
+    step,
+    unfold,
+)
+from ..kernels.pages import TOKENS, RunningStep, both, differ
 from ..storage import Storage, attention_inputs_of, check_room
 
 KeysAndValues = tuple[Tensor | CompressedKV, Tensor | CompressedKV]
@@ -54,12 +69,12 @@ def rows_of(indices: Tensor | Sequence[int] | slice, count: int) -> list[int]:
     """The rows among `count` that `DynamicCache.batch_select_indices` selects by these `indices`. Raises TypeError for a single index,
     ValueError for none, IndexError for rows that do not exist."""
     if not isinstance(indices, slice):
-        indices = torch.as_tensor(indices).cpu()
+        indices = torch.as_tensor(indices, device="cpu")
         if indices.dim() != 1:
             raise TypeError(f"batch_select_indices({indices!r}): pass the rows to keep as a list, a slice, or a tensor of one dimension")
         if not indices.numel():
             raise ValueError(f"batch_select_indices({indices!r}): pass one row or more, or call reset() to remove all tokens")
-    return torch.arange(count)[indices].tolist()
+    return torch.arange(count, device="cpu")[indices].tolist()
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -103,12 +118,20 @@ class CompressedLayer(CacheLayerMixin):
         self.latents, self.attention_budget, self.offload_pages = latents, attention_budget, offload_pages
         self.running = RunningStep()
         """The plan of the running step, which the layers of a cache share."""
+        self.made_with, self.chosen = format, False
+        """The format before the keys of a text were seen, and whether they chose `format`."""
+        self.instead: Callable[[Tensor, Tensor | None], Format | None] | None = None
+        """Chooses the format by the first `LEAST` or more keys `[B, H, T, D]` and their validity `[B, T]`,
+        before one of them is quantized: its result takes the place of `format`, unless it is None. None: the
+        format stays."""
         self.is_compileable = self.supports_early_init = compile or max_length is not None
         self.storage = None
         self.pending: Pair | None = None
-        """A prompt whose statistics are not computed yet, because attention must first report its padding
-        (`attention/padding.py`). If attention does not go through transformers' interface, `commit` stores the prompt
-        as if it had no padding."""
+        """The tokens of a step that are not stored yet, because rows have no statistics and attention must first report the padding
+        (`attention/padding.py`). If attention does not go through transformers' interface, `commit` stores them as if there were no
+        padding."""
+        self.detached_from = 2**62
+        """The first stored token that had a gradient, if it is still stored."""
         self.offload_pending = False
         """Whether the layer is offloaded as soon as its pending prompt is stored."""
         self.empty = True
@@ -170,6 +193,7 @@ class CompressedLayer(CacheLayerMixin):
         zones = self.num_sink_tokens, self.residual_length
         return Storage(codecs, like, *zones, self.max_length, self.is_compileable, self.attention_budget, self.offload_pages)
 
+    @without_autocast("key_states", "value_states")
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> KeysAndValues:  # type: ignore[override]
         """Stores keys and values `[B, H, T, D]`; returns the keys and values of all tokens seen, for attention.
 
@@ -184,22 +208,54 @@ class CompressedLayer(CacheLayerMixin):
                     "torch.export with a cache that grows: its tensors change between steps; make the cache with max_length"
                 )
             return self._update_uncompiled(key_states, value_states)
-        storage, plain = self._storage, not (key_states.requires_grad or value_states.requires_grad)
+        storage, has_grad = self._storage, key_states.requires_grad or value_states.requires_grad
         given = key_states.shape, value_states.shape, key_states.dtype, value_states.dtype
-        if plain and storage is not None and storage.seq_length < storage.ready and given == storage.token:
+        if not has_grad and storage is not None and storage.seq_length < storage.ready and given == storage.token:
             return self._compressed(storage.add_token((key_states, value_states)))
         self._check(key_states, value_states)
         self.commit()
+        differentiates = has_grad and torch.is_grad_enabled()
+        if differentiates:
+            self._warn_of_detached()
         if self.empty:
             return self._prefill(key_states, value_states)
-        storage = self.storage
         new = key_states, value_states
-        if torch.is_grad_enabled() and not plain:
-            inputs, tokens = storage.add(both(Tensor.detach, new)), key_states.shape[2]
+        self._choose_format_late(new)
+        if differentiates:
+            inputs, tokens = self._add(both(Tensor.detach, new)), key_states.shape[2]
             held = both(lambda side: dense(side)[:, :, :-tokens], (inputs.key, inputs.value))
             key, value = (torch.cat(sides, dim=2) for sides in zip(held, new, strict=True))  # only the new tokens carry a gradient
+            self._await(key)
             return key, value
-        return self._compressed(storage.add(new))
+        inputs = self._add(new)
+        self._await(inputs)
+        return self._compressed(inputs)
+
+    def _warn_of_detached(self) -> None:
+        """Warns once if tokens with a gradient attend to stored ones that had one, too."""
+        seq_length = self.get_seq_length()
+        if self.detached_from < seq_length:
+            warn_once(
+                "gradients do not reach the tokens in the cache, and some of them were stored in a step with gradients: those of this step "
+                "are not the whole ones. Read the text in one step to train on it, or under torch.no_grad() up to here if it is fixed"
+            )
+        else:
+            self.detached_from = seq_length
+
+    def _add(self, new: Pair) -> AttentionInputs:
+        """The inputs of attention over the stored tokens and `new`, which are stored, or pending if rows have no statistics yet."""
+        storage: Storage = self.storage  # type: ignore[assignment]
+        if storage.tokens.calibrated:
+            return storage.add(new)
+        storage.sync_counts()
+        storage.reserve(new[0].shape[2])
+        self.pending = new
+        return storage.inputs_with(new)
+
+    def _await(self, keys: Tensor | AttentionInputs) -> None:
+        """Lets attention over `keys` store pending tokens."""
+        if self.pending is not None:
+            await_attention(keys, self.store_pending)
 
     def _compressed(self, inputs: AttentionInputs) -> tuple[CompressedKV, CompressedKV]:
         """The keys and values that `update` returns for attention over `inputs`, with the columns of the model's mask."""
@@ -220,33 +276,74 @@ class CompressedLayer(CacheLayerMixin):
         self.lazy_initialization(key_states, value_states)
         self.pending, self.empty = (key_states.detach(), value_states.detach()), False
         storage: Storage = self.storage  # type: ignore[assignment]
-        if storage.tokens.has_statistics or (self.latents is None and compiles_step(storage.inputs)):
-            await_attention(key_states, self.store_pending)
-        else:
+        if storage.tokens.calibrated and (self.latents is not None or not compiles_step(storage.inputs)):
             self.commit()
         if self.prompt_columns:
-            return both(lambda x: F.pad(x, (0, 0, 0, self.prompt_columns - x.shape[2])), (key_states, value_states))
+            key_states, value_states = (F.pad(x, (0, 0, 0, self.prompt_columns - x.shape[2])) for x in (key_states, value_states))
+        self._await(key_states)
         return key_states, value_states
 
     def commit(self, is_valid: Tensor | None = None) -> None:
-        """Stores a pending prompt. `is_valid`: the tokens that are not padding, bool `[B, T]`; None: all."""
+        """Stores pending tokens. `is_valid`: the tokens that are not padding, bool `[B, T]`; None: all."""
         if self.pending is not None:
             self.store_pending(None, is_valid)
 
     @uncompiled("a layer with a pending prompt grows: nothing of it is compiled but attention")
     @torch.no_grad()
+    @without_autocast()
     def store_pending(self, attention: PlainAttention | None, is_valid: Tensor | None = None) -> None:
-        """Stores a pending prompt. Statistics come from the tokens that are not padding in `attention`, or without it in `is_valid`, bool
+        """Stores pending tokens. Statistics come from the tokens that are not padding: in `attention`, or without it in `is_valid`, bool
         `[B, T]`; None: from all tokens."""
+        seq_length = self.get_seq_length()
         storage, (new, self.pending) = self.storage, (self.pending, None)
         if new is not None and storage is not None:
+            is_valid = is_valid if attention is None else attention.is_valid(seq_length)
+            if not storage.seq_length and self.choose_format(new[0], is_valid):
+                storage = self._renewed(new)
             storage.reserve(new[0].shape[2])
-            storage.tokens.calibrate(new, is_valid if attention is None else attention.is_valid())
             if attention is not None and self.latents is None and compiles_step(storage.inputs):
                 self._compile_step(storage.inputs, attention)
-            storage.append(new)
+            storage.append(new, is_valid=is_valid)
+            if is_valid is not None and not storage.tokens.calibrated:  # the rows are those of all layers
+                begun, module = storage.tokens.begun, attention and attention.module
+                storage.tokens.calibrated = once("rows", is_valid, (), module, lambda: bool(begun.all()))
             if self.offload_pending:
                 self.offload()
+
+    def choose_format(self, keys: Tensor, is_valid: Tensor | None = None) -> bool:
+        """Lets `instead` choose the format by keys `[B, H, T, D]`, of which none is quantized yet. Returns
+        whether the format changed, so that the storage has another one. `is_valid`: bool `[B, T]`, False for
+        padding; None: no padding."""
+        if self.instead is None or self.chosen or keys.shape[2] < LEAST:
+            return False
+        before, self.chosen = self.format, True
+        self.format = self.instead(keys, is_valid) or before
+        return self.format != before
+
+    def _renewed(self, like: Pair) -> Storage:
+        """New storage in the present format, for keys and values like `like`."""
+        self.storage = None
+        self.lazy_initialization(*like)
+        return self.storage  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def _choose_format_late(self, new: Pair | None = None) -> None:
+        """`choose_format` after a prompt that was too short, by its tokens and later ones, `new` included."""
+        if self.instead is None or self.chosen or self.empty or (storage := self.storage) is None:
+            return
+        if storage.seq_length + storage.uncounted + (0 if new is None else new[0].shape[2]) < LEAST:
+            return
+        storage.sync_counts()
+        if storage.tokens.length:  # some are quantized already
+            self.chosen = True
+            return
+        sinks, residual = storage.zones()
+        key, value = (torch.cat(zones, dim=2) for zones in zip(sinks, residual, strict=True))
+        if self.choose_format(key if new is None else torch.cat([key, new[0].detach()], dim=2)):
+            before, storage = storage.tokens, self._renewed((key, value))
+            storage.reserve(key.shape[2])
+            storage.tokens.take_means(before)
+            storage.append((key, value))
 
     def _compile_step(self, inputs: PagedInputs, attention: PlainAttention) -> None:
         """Begins to compile the kernels of the next step, which is taken to be of one token with attention like that of the prompt."""
@@ -259,11 +356,18 @@ class CompressedLayer(CacheLayerMixin):
         """`update` of a layer whose steps cannot be compiled, called from compiled code. The attention inputs hold the
         residual in token order."""
         result = self.update(key_states, value_states)
-        if key_states.shape[2] > 1 or isinstance(result[0], Tensor):
+        if key_states.shape[2] > 1 or self.pending is not None or isinstance(result[0], Tensor):
             return result
         sinks, residual = self.storage.zones()  # type: ignore[union-attr]
         inputs = attention_inputs_of(sinks, self.storage.tokens, residual, budget=self.attention_budget)  # type: ignore[union-attr]
         return self._compressed(inputs)
+
+    @uncompiled("storage is made outside of compiled code: call cache.early_initialization(...) before")
+    @torch.no_grad()
+    def _begin_compiled(self, new: Pair) -> None:
+        """Makes storage for a prompt in compiled code, whose padding is not known."""
+        self.choose_format(new[0])
+        self.lazy_initialization(*new)
 
     def _update_compiled(self, key_states: Tensor, value_states: Tensor) -> KeysAndValues:
         """`update` in compiled code, which reads no count from the host."""
@@ -273,22 +377,36 @@ class CompressedLayer(CacheLayerMixin):
                     "torch.export with a cache that has no storage yet: call cache.early_initialization(batch_size, num_heads, head_dim, "
                     "dtype, device) before, to read a prompt, or run the prompt before, to go on from it"
                 )
-            self.lazy_initialization(key_states, value_states)
+            self._begin_compiled((key_states, value_states))
         storage: Storage = self.storage  # type: ignore[assignment]
-        tokens = key_states.shape[2]
-        storage.record_compiled_step(tokens)
-        result: KeysAndValues = key_states, value_states
-        if self.empty:
-            storage.tokens.calibrate((key_states, value_states))
-        elif tokens > 1:
+        new, tokens = (key_states, value_states), key_states.shape[2]
+        self._store_compiled(None)
+        if tokens == 1 and not self.empty:
+            storage.record_compiled_step(tokens)
+            step(storage.inputs, new)
+            return self._compressed(storage.compiled_inputs(new))
+        result: KeysAndValues = new
+        if not self.empty:
             if not self.mask_by_column:
                 raise NotImplementedError(NO_COLUMNS)
-            result = unfold(storage.inputs, storage.columns, (key_states, value_states))
-        step(storage.inputs, (key_states, value_states))
-        if tokens == 1 and not self.empty:
-            result = self._compressed(storage.compiled_inputs((key_states, value_states)))
-        self.empty = False
+            result = unfold(storage.inputs, storage.columns, new)
+        self.pending, self.empty = new, False
+        if storage.tokens.has_statistics:
+            await_compiled_attention(result[0], self._store_compiled)  # type: ignore[arg-type]
+        else:
+            self._store_compiled(None)
         return result
+
+    def _store_compiled(self, attention: PlainAttention | None) -> None:
+        """`store_pending` in compiled code."""
+        new, self.pending = self.pending, None
+        if new is not None:
+            storage: Storage = self.storage  # type: ignore[assignment]
+            if storage.tokens.has_statistics:
+                is_valid = attention and attention.is_valid_at(read(storage.rows)[0, TOKENS].long())
+                calibrate(storage.inputs, storage.tokens.begun, new, is_valid)
+            storage.record_compiled_step(new[0].shape[2])
+            step(storage.inputs, new)
 
     def _check(self, key: Tensor, value: Tensor) -> None:
         if key.shape[:3] != value.shape[:3]:
@@ -313,10 +431,14 @@ class CompressedLayer(CacheLayerMixin):
             return 0
         if torch.compiler.is_compiling() and self.is_compileable:
             return self.storage.device_length()
-        if self.pending is not None:
-            return self.pending[0].shape[2]
         self.storage.sync_counts()
-        return self.storage.seq_length
+        return self.storage.seq_length + (0 if self.pending is None else self.pending[0].shape[2])
+
+    @property
+    def tokens_on_host(self) -> int:
+        """The number of tokens seen, as far as the host knows."""
+        storage, pending = self._storage, self.pending
+        return 0 if storage is None else storage.seq_length + storage.uncounted + (0 if pending is None else pending[0].shape[2])
 
     def query_offset(self) -> int | Tensor:
         """The number of tokens seen, without waiting for the device."""
@@ -326,6 +448,7 @@ class CompressedLayer(CacheLayerMixin):
         """Makes room for `tokens` more, outside of compiled code. Raises ValueError if `max_length` does not allow them."""
         self.commit()
         if self.storage is not None:
+            self._choose_format_late()
             self.storage.reserve(tokens)
         elif self.max_length is not None:
             check_room(0, tokens, self.max_length)
@@ -366,6 +489,8 @@ class CompressedLayer(CacheLayerMixin):
             self.storage, self.is_initialized = None, False
         elif self.storage is not None:
             self.storage.clear()
+        if self.storage is None:
+            self.format, self.chosen = self.made_with, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx.tolist())
@@ -434,6 +559,7 @@ class CompressedLayer(CacheLayerMixin):
         """Bytes of all tokens seen in the model's dtype."""
         return self.get_seq_length() * sum(x.shape[0] * x.shape[1] * x.shape[3] * x.itemsize for x in self._stored_like())
 
+    @without_autocast()
     def dense(self) -> Pair:
         """All stored tokens in the model's dtype, keys and values `[B, H, T, D]`. Allocates the dense layer. Raises ValueError if the layer
         is empty."""

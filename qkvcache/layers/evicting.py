@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..attention.compressed_kv import CompressedKV
 from ..attention.rope import Rope
+from ..autocast import without_autocast
 from ..formats import Format, Identity
 from ..kernels import AttentionInputs, Pair
 from ..policies import Arrivals, Budget, Policy
@@ -92,6 +93,7 @@ class EvictingLayer(CompressedLayer):
         sizes = self.num_sink_tokens, self.residual_length, self.interval
         return EvictingStorage(codecs, like, self.policy, self.budget, *sizes, in_order, self.max_length, self.rope)
 
+    @without_autocast("key_states", "value_states")
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[CompressedKV, CompressedKV]:  # type: ignore[override]
         """Stores keys and values `[B, H, T, D]`; returns what attention reads, and reports to this layer.
 
@@ -196,6 +198,7 @@ class EvictingLayer(CompressedLayer):
         return storage.metadata.lengths()[:, 0, 0] - new
 
     @torch.no_grad()
+    @without_autocast()
     def begin_attention(self, is_valid: Tensor | None, query: Tensor | None = None, scaling: float | None = None) -> Tensor | None:
         """Receives the step's tokens that are not padding, bool `[B, Q]` (None: all), and for policies that need them the queries
         `[B, Hq, Q, D]` and the factor on `q k`. For a step in the static layout, returns the columns that hold a token, bool
@@ -228,6 +231,7 @@ class EvictingLayer(CompressedLayer):
         return Arrivals(step.keys, step.values, step.is_valid, queries=queries, scaling=scaling, rope=rope)
 
     @torch.no_grad()
+    @without_autocast()
     def end_attention(self, attention_sums: Tensor | None, by_slot: bool = False) -> None:
         """Receives the attention weights of all columns, `[B, H, T]`: their sum over queries and over the query heads of a KV head; None
         if the policy's `observation_window` is 0. `by_slot`: of each slot of the tail."""
@@ -270,19 +274,27 @@ class EvictingLayer(CompressedLayer):
         return self.step, self.storage
 
     @torch.no_grad()
+    @without_autocast()
     def commit(self, is_valid: Tensor | None = None) -> None:
         """Evicts after a step whose attention has been observed, and which has told what is padding."""
         step = self.step
         if step is None or not step.observed:
             return
         storage: EvictingStorage = self._storage  # type: ignore[assignment]
-        self.step = None
+        step.observed = False  # until the end, so that the step after an interruption is refused
         if step.attention_sums is not None:
-            queries = step.keys.shape[2] if step.is_valid is None else step.is_valid.sum(-1)[:, None, None]
+            queries = step.keys.shape[2] if step.is_valid is None else step.is_valid.sum(-1, dtype=torch.float32)[:, None, None]
             storage.metadata.observe(step.attention_sums, queries)
+        early = storage.static is None and not storage.tokens.length
+        if early and self.choose_format(storage.tail.tokens()[0], storage.valid_residual()):
+            storage.change_codecs((self.format.key, self.format.value))
         storage.evict()
-        if self.is_compileable:
+        if self.is_compileable and storage.tokens.calibrated:
             storage.to_static()
+        self.step = None
+
+    def _choose_format_late(self, new: Pair | None = None) -> None:
+        """Nothing: `commit` chooses, by the exact tokens after a step's attention."""
 
     # The interface of `generate`.
 

@@ -51,7 +51,7 @@ class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):  # typ
     def _select(self, rows: Sequence[int]) -> None:
         super()._select(rows)
         if rows:
-            LinearAttentionLayer.reorder_cache(self, torch.tensor(rows))  # type: ignore[arg-type]
+            LinearAttentionLayer.reorder_cache(self, torch.tensor(rows, dtype=torch.int64, device="cpu"))  # type: ignore[arg-type]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from super().tensors()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..attention.uncompiled import uncompiled
+from ..autocast import without_autocast
 from ..formats import Identity
 from ..formats.base import Codes
 from ..formats.int8 import SymmetricInt8
@@ -47,8 +48,9 @@ class IndexedLayer(CompressedLayer):
     def keys(self) -> Tensor:  # type: ignore[override]
         """A tensor without memory: a model reads the number of columns of its shape."""
         columns = self.storage.columns if self.is_compileable and not self.indexer_empty else self.get_seq_length()  # type: ignore[union-attr]
-        return torch.empty(self.rows, 1, columns, 0, device="meta")
+        return torch.empty(self.rows, 1, columns, 0, dtype=torch.float32, device="meta")
 
+    @without_autocast("indexer_key_states")
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Stores keys `[B, T, D]`; returns those of all tokens, or of `max_length` once there are any, `[B, columns, D]`."""
         _ = self.storage  # the current stream waits for tokens that are being copied
@@ -80,6 +82,7 @@ class IndexedLayer(CompressedLayer):
         for x in (*self.indexer_codes.values(), self.indexer_length):
             torch._dynamo.mark_static_address(x)
 
+    @without_autocast()
     def dense_indexer(self) -> Tensor | None:
         """The keys of all tokens in the model's dtype, `[B, T, D]`; None if there are none."""
         codes = self.indexer_codes
@@ -122,7 +125,7 @@ class IndexedLayer(CompressedLayer):
     def _select(self, rows: Sequence[int]) -> None:
         super()._select(rows)
         if rows and self.indexer_codes:
-            index = torch.tensor(rows, device=next(iter(self.indexer_codes.values())).device)
+            index = torch.tensor(rows, dtype=torch.int64, device=next(iter(self.indexer_codes.values())).device)
             fixed = self.max_length is not None and len(rows) == len(next(iter(self.indexer_codes.values())))  # addresses stay
             self._change_indexer(lambda x: selected(x, index, fixed))
 

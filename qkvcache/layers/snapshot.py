@@ -31,6 +31,7 @@ from transformers.cache_utils import (
 
 from ..formats import Identity
 from ..formats.base import Codec, Codes
+from ..formats.outlying import Int8Keys
 from .compressed import CompressedLayer
 from .evicting import EvictingLayer
 from .hybrid import EvictingHybridLayer, HybridLayer
@@ -50,6 +51,8 @@ STATE = "state."
 """The beginning of the names of states."""
 INDEXER = "indexer."
 """The beginning of the names of an indexer's tensors, `[B, N, T, width]`."""
+INT8_KEYS = "int8_keys"
+"""The number, 1, that says that a layer chose int8 for its keys (`CompressedLayer.instead`)."""
 STATES = vars(LinearAttentionLayer()).keys() - {"device", "dtype"}
 """Attributes of linear attention that a snapshot holds."""
 Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -172,6 +175,7 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int | None = 0) -> Sn
         return Snapshot("empty")
     if isinstance(layer, CompressedLayer):
         tensors, numbers = layer.storage.snapshot(rows)  # type: ignore[union-attr]
+        numbers |= {INT8_KEYS: 1} if isinstance(layer.format, Int8Keys) else {}
     else:
         tensors = {name: getattr(layer, name)[rows] for name in ("keys", "values")}
         numbers = {"seen": seen} if kind == "sliding" else {}
@@ -266,6 +270,7 @@ def _restore_tokens(layer: Layer, stored: Snapshot, device: torch.device) -> Non
     tensors, numbers = stored.attention.to(device, copy=stored.kind != "compressed").tensors, stored.attention.numbers
     indexer = _take_indexer(tensors)
     if isinstance(layer, CompressedLayer):
+        numbers = _take_format(layer, numbers)
         region, tokens = stored._zone("region"), stored.tokens or 0
         if region:  # the storage for them has no spare page
             tokens = layer.num_sink_tokens + region + layer.residual_length + 1
@@ -285,6 +290,17 @@ def _restore_tokens(layer: Layer, stored: Snapshot, device: torch.device) -> Non
         layer.update_indexer(indexer["codes"][:, 0])
     if POSITIONS in indexer:
         layer.indexer_position_ids = indexer[POSITIONS][..., 0].transpose(0, 1)
+
+
+def _take_format(layer: CompressedLayer, numbers: dict[str, int]) -> dict[str, int]:
+    """Gives `layer`, which is empty, the format of a snapshot with these `numbers`; returns the other ones.
+    Raises ValueError for a format that layers do not change."""
+    if numbers.get(INT8_KEYS) and not isinstance(layer.format, Int8Keys):
+        chosen = Int8Keys.instead_of(layer.format)
+        if chosen is None:
+            raise ValueError(f"{INT8_KEYS} in format {layer.format.name!r}, whose keys do not change")
+        layer.format, layer.chosen = chosen, True
+    return {name: x for name, x in numbers.items() if name != INT8_KEYS}
 
 
 def _take_indexer(tensors: dict[str, Tensor]) -> Codes:
@@ -345,6 +361,7 @@ def check(layer: Layer, stored: Snapshot, seen: int, rows: int = 1) -> None:
         codec = layer.indexer_codec if isinstance(layer, IndexedLayer) and kind == "compressed" else Identity().key
         _check_forms(indexer := _take_indexer(tensors), _indexer_forms(codec, indexer, seen, rows))
     if kind in ("compressed", "evicting"):
+        numbers = _take_format(layer, numbers)
         key, value = (_of_rows(tensors[f"{side}.sinks"], rows)[:, :, :0].to("meta") for side in ("key", "value"))
         layer.format.check(key.shape[3], value.shape[3])
         layer.make_storage((key, value)).check(tensors, numbers, seen)

@@ -94,7 +94,7 @@ def plan_batching(
         page_size=PAGE_SIZE, max_memory_percent=MEMORY_SHARE, max_requests_per_batch=MOST_REQUESTS, max_blocks_per_request=0,
         use_async_batching=True,
     )  # fmt: skip
-    options: dict[str, Any] = {"logits_to_keep": _keeps_logits(config), "free": free}
+    options: dict[str, Any] = {"logits_to_keep": _keeps_logits(config), "kv_tp_size": tensor_parallel, "free": free}
     if format is None:
         text._attn_implementation = "flash_attention_2"  # the fastest for transformers' own pages, without masks
         page = FullAttentionCacheAllocator.get_bytes_per_page(shape.heads, shape.head_dim, dtype, PAGE_SIZE)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from ..attention.latents import has_latents
 from ..caches.base import head_dim_of
 
 GROWING = {"full_attention", "sliding_attention", "chunked_attention", "reference_sliding_attention"}
@@ -42,7 +43,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
             "context; measure cache.nbytes"
         )
     text = config.get_text_config(decoder=True)
-    if getattr(text, "kv_lora_rank", None):
+    if has_latents(text):
         raise NotImplementedError(
             f"planning for {text.model_type}: latent attention (MLA) caches latents, which are compressed already and whose layout "
             "differs between releases of transformers; measure cache.nbytes"
@@ -107,6 +108,14 @@ def has_unknown_states(config: PreTrainedConfig) -> bool:
     text = text_config(config)
     kinds = STATES & set(getattr(text, "layer_types", None) or ())
     return bool(kinds) and not (kinds == {"linear_attention"} and getattr(text, "linear_num_value_heads", None))
+
+
+def has_biased_keys(config: PreTrainedConfig) -> bool:
+    """Whether the config says that keys have biases. The attention of Qwen2 and the models made of it always
+    has."""
+    text = text_config(config)
+    named = any(getattr(text, name, None) is True for name in ("attention_bias", "qkv_bias", "use_qkv_bias"))
+    return named or text.model_type.startswith("qwen2")
 
 
 def _shape(config: PreTrainedConfig, itemsize: int, tensor_parallel: int) -> Shape:

@@ -9,7 +9,7 @@ import math
 import warnings
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,11 +21,14 @@ from .. import formats
 from ..caches import CompressedCache
 from ..caches.arguments import layer_indices
 from ..caches.memory import Bytes
+from ..caches.reread import limit_of
 from ..formats import FormatLike, Identity
+from ..formats.outlying import Int8Keys
+from ..layers.compressed import CompressedLayer
 from ..policies import Policy, check_count
 from .batching import BatchingPlan, Mix, check_mix, plan_batching
 from .layout import cache_bytes
-from .model import activation_bytes, has_unknown_states, model_dtype, shapes, text_config, weights_bytes
+from .model import Shape, activation_bytes, has_biased_keys, has_unknown_states, model_dtype, shapes, text_config, weights_bytes
 
 FURTHEST = 2**30
 """The number of tokens from which a context counts as unlimited."""
@@ -161,7 +164,8 @@ def plan(
             CompressedCache takes them. Without format and policy, the plan is for a DynamicCache, or with `max_length`
             for a StaticCache. With `offload_pages`, `gpu_memory` must hold what is not in host memory.
         context: tokens of a request, prompt and answer together. None: those of the longest of `requests`.
-        prompt: tokens of the context that are read at once; None: all. Pages for later tokens are added as the cache
+        prompt: tokens of the context that are read at once; None: all. Phi-3 and its kin read a text anew when it passes
+            `original_max_position_embeddings`, and these tokens then count. Pages for later tokens are added as the cache
             grows, up to an eighth more than needed.
         batch: requests that run together.
         requests: kinds of requests of continuous batching, each `(weight, prompt tokens, answer tokens)`.
@@ -203,6 +207,8 @@ def plan(
         if context > max_length:
             raise ValueError(f"context={context} does not fit in max_length={max_length}: raise max_length")
     text = text_config(config)
+    if anew := prompt is not None and prompt <= limit_of(text) < context:
+        prompt = int(limit_of(text)) + 1
     dtype = model_dtype(config, dtype)
     layers = shapes(config, dtype.itemsize, tensor_parallel)
     options: dict[str, Any] = {
@@ -261,7 +267,11 @@ def plan(
         requests=fitting,
         longest_context=None if unbounded else longest,
         unbounded=unbounded,
-        notes=_notes(config, context, 0 if gpu_memory is None or batching else min(context, prompt or context), batch, dtype),
+        notes=(
+            *_notes(config, context, 0 if gpu_memory is None or batching else min(context, prompt or context), batch, dtype),
+            *((f"The model reads a text anew, and at once, when it passes {limit_of(text):,} tokens.",) if anew else ()),
+            *(_int8_keys(cache, layers, tensor_parallel) if isinstance(cache, CompressedCache) and has_biased_keys(config) else ()),
+        ),
         at_most=used is not None and used.alpha_safeguard is not None,
         host=host // batch,
         batching=batching,
@@ -337,6 +347,19 @@ def _notes(config: PreTrainedConfig, context: int, prompt: int, batch: int, dtyp
     if has_unknown_states(config):
         notes.append("States of convolutions and recurrent layers, which do not grow, are not counted.")
     return tuple(notes)
+
+
+def _int8_keys(cache: CompressedCache, layers: Sequence[Shape], tensor_parallel: int) -> Iterator[str]:
+    """The note about layers that may choose int8 for their keys, which only the first prompt shows."""
+    for layer, shape in zip(cache.layers, layers, strict=True):
+        if isinstance(layer, CompressedLayer) and layer.instead:
+            both = layer.format, Int8Keys(layer.format)
+            before, after = (x.bytes_per_token(shape.head_dim, shape.heads * tensor_parallel) for x in both)
+            yield (
+                "The model's keys have biases. A layer whose keys have outlying channels, which only the first "
+                f"prompt shows, holds them in int8; its {after - before:,} bytes more for each token are not counted."
+            )
+            return
 
 
 def in_words(count: float) -> str:

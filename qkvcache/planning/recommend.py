@@ -25,14 +25,6 @@ SHORT, LONG = 4096, 32_768
 LEAST_RATIO = 1.05
 """The ratio to a DynamicCache below which compressing is not worthwhile."""
 WORKLOADS = ("facts", "question", "continue")
-VLLM = {
-    "int8": "int8_per_token_head",
-    "turboquant_k8v4": "turboquant_k8v4",
-    "turboquant_4bit_nc": "turboquant_4bit_nc",
-    "hadaquant_k3v3": "turboquant_3bit_nc",
-}
-"""The nearest `--kv-cache-dtype` of vLLM 0.33 for a format. For others it is FP8, as for every format in SGLang 0.5,
-whose 4-bit formats run on Blackwell only."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +56,11 @@ class Choice:
 @dataclass(frozen=True)
 class Recommendation:
     """call: code that makes the cache from `config`, with public names of qkvcache, or DynamicCache of transformers.
-    fits: whether `batch` requests fit into `gpu_memory`; if not, `reason` begins with it, and the cache is the smallest.
-    vllm, sglang: the nearest flags of these engines, which retain every token."""
+    fits: whether `batch` requests fit into `gpu_memory`; if not, `reason` begins with it, and the cache is the smallest."""
 
     call: str
     reason: str
     plan: Plan
-    vllm: str
-    sglang: str
     fits: bool
 
     def __str__(self) -> str:
@@ -201,7 +190,7 @@ def recommend(
         )  # fmt: skip
 
     if streaming:
-        return _answer(STREAM, planned(STREAM), [STREAM.why], chat)
+        return _answer(STREAM, planned(STREAM), [STREAM.why])
     choices = ladder("facts" if chat else workload, context, chat)
     choices = [choice for choice in choices if _possible(config, choice)] or [choice for choice in WHOLE if _possible(config, choice)][-1:]
     tried = list[tuple[Choice, Plan]]()
@@ -215,7 +204,7 @@ def recommend(
     choice, planned_bytes = tried[-1]
     fits = choice.fits(planned_bytes)
     if planned_bytes.ratio < LEAST_RATIO and fits and (whole := planned(DENSE)).fits:
-        return _answer(DENSE, whole, [DENSE.why], chat)
+        return _answer(DENSE, whole, [DENSE.why])
     reasons = [choice.why]
     if len(tried) > 1 and fits:
         reasons.append(f"{tried[-2][0].call} would not hold {batch} such request{'s' * (batch > 1)}")
@@ -230,7 +219,7 @@ def recommend(
         )
     if chat:
         reasons.append("keep one cache over the turns, and share what all chats begin with in a PrefixStore")
-    return _answer(choice, planned_bytes, reasons, chat)
+    return _answer(choice, planned_bytes, reasons)
 
 
 def _possible(config: PreTrainedConfig, choice: Choice, **options: Any) -> bool:
@@ -244,14 +233,11 @@ def _possible(config: PreTrainedConfig, choice: Choice, **options: Any) -> bool:
     return True
 
 
-def _answer(choice: Choice, plan: Plan, reasons: list[str], chat: bool) -> Recommendation:
+def _answer(choice: Choice, plan: Plan, reasons: list[str]) -> Recommendation:
     fits = choice.fits(plan)
     if not fits:
         requests = f"{plan.batch} such requests" if plan.batch > 1 else "one such request"
         while_filled = ", the last of which is uncompressed while it is filled" if choice.second_reading else ""
         reasons = [f"does not fit: even this cache does not hold {requests}{while_filled}; shorten them, or add memory", *reasons]
     words = ". ".join(reason[0].upper() + reason[1:] for reason in reasons)
-    vllm, sglang = ("auto", "auto") if choice.format is None else (VLLM.get(choice.format, "fp8_e4m3"), "fp8_e4m3")
-    prefixes = " --enable-hierarchical-cache" if chat else ""
-    flags = f"--kv-cache-dtype {vllm}", f"--kv-cache-dtype {sglang}{prefixes}"
-    return Recommendation(choice.call, f"{words}. {plan.reason.removeprefix(f'{DOES_NOT_FIT} ')}", plan, *flags, fits)
+    return Recommendation(choice.call, f"{words}. {plan.reason.removeprefix(f'{DOES_NOT_FIT} ')}", plan, fits)

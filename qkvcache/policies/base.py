@@ -16,12 +16,9 @@ import torch
 from torch import Tensor
 
 from .budget import LEAST, Budget, Count, budgets_of, check_count, check_size, share_of, usual_interval
-from .ranking import at_rank
 
 ALL = 2**31
 """An `observation_window` of all queries."""
-KEPT = 1e30
-"""Priority of a token that is kept for its value; sinks and recent tokens go before even it."""
 
 Given = TypeVar("Given")
 
@@ -94,8 +91,6 @@ class Policy:
         interval: number of new tokens between evictions. At 1 the budget is full after every step; larger intervals
             take less time, and leave up to `interval - 1` places of the budget empty. None: 1 for every 128 tokens of
             the budget, at most 64. In a padded prompt that comes in chunks, padding counts as new tokens.
-        value_norm: weigh a token's score by the norm of its value (VATP, arXiv 2406.12335), where scores are weights.
-        protect_values: share of the budget for the tokens with the largest values (VaSE, arXiv 2606.03928).
         alpha_safeguard: the share of the budget that each head is guaranteed, if the heads of a layer share their budgets
             (`AdaKV`), where scores are weights; None: each head has its own budget.
 
@@ -107,8 +102,6 @@ class Policy:
     num_sink_tokens: int = 4
     recent: int | float = 0.5
     interval: int | None = None
-    value_norm: bool = False
-    protect_values: float = 0.0
     alpha_safeguard: float | None = None
 
     observation_window: ClassVar[int] = 0
@@ -123,7 +116,7 @@ class Policy:
     needs_norms: ClassVar[bool] = False
     """Whether norms of keys and values are stored."""
     scores_are_weights: ClassVar[bool] = False
-    """Whether scores are positive weights, which may be multiplied by a value's norm."""
+    """Whether scores are positive weights, which heads may compare."""
 
     def __post_init__(self) -> None:
         if self.compression_ratio is not None:
@@ -131,10 +124,6 @@ class Policy:
         check_count("num_sink_tokens", self.num_sink_tokens, 0)
         if self.interval is not None:
             check_count("interval", self.interval, 1)
-        if not 0 <= self.protect_values < 1:
-            raise ValueError(f"protect_values={self.protect_values!r}: must be a share of the budget, from 0 to below 1")
-        if self.value_norm:
-            self.require_weights("value_norm=True")
         if self.alpha_safeguard is not None:
             self._check_safeguard(self.alpha_safeguard)
         check_size("recent", self.recent)
@@ -142,11 +131,11 @@ class Policy:
             if budget.share or budget.heads:  # at least the protected tokens
                 continue
             size = budget.tokens
-            held = self.num_sink_tokens + self.recent_of(size) + share_of(self.protect_values, size) + (self.interval or 1) - 1
+            held = self.num_sink_tokens + self.recent_of(size) + (self.interval or 1) - 1
             if held > size:
                 raise ValueError(
-                    f"budget={size}: num_sink_tokens={self.num_sink_tokens}, recent={self.recent}, interval={self.interval} and "
-                    f"protect_values={self.protect_values} take {held} tokens; raise the budget or lower these"
+                    f"budget={size}: num_sink_tokens={self.num_sink_tokens}, recent={self.recent} and interval={self.interval} "
+                    f"take {held} tokens; raise the budget or lower these"
                 )
 
     def _check_safeguard(self, alpha: float) -> None:
@@ -199,11 +188,6 @@ class Policy:
         return 1.0
 
     @property
-    def needs_value_norms(self) -> bool:
-        """Whether the policy reads the norms of values."""
-        return self.needs_norms or self.value_norm or self.protect_values > 0
-
-    @property
     def has_scores(self) -> bool:
         """Whether tokens have a score."""
         return self.observation_window > 0 or self.scores_arrivals
@@ -225,7 +209,7 @@ class Policy:
         """The number of new tokens between evictions."""
         if self.interval is not None:
             return self.interval
-        free = budget.tokens - self.num_sink_tokens - self.recent_of(budget.tokens) - share_of(self.protect_values, budget.tokens)
+        free = budget.tokens - self.num_sink_tokens - self.recent_of(budget.tokens)
         wanted = usual_interval(budget.tokens)
         return wanted if budget.share or budget.heads else min(wanted, free + 1)
 
@@ -264,16 +248,11 @@ class Policy:
         return tokens.score
 
     def rank(self, tokens: Tokens, budget: Budget) -> Tensor:
-        """`priority` with sinks, recent tokens and large values protected, fp32; -inf where there is no token."""
+        """`priority` with sinks and recent tokens protected, fp32; -inf where there is no token."""
         rank = self.priority(tokens).float()
         size: Any = self.size(budget, tokens.seen) if budget.share else self.size(budget, 0)
-        if self.value_norm:
-            rank = rank * given(tokens.value_norm, "norms of values")
         rank = rank.nan_to_num(nan=torch.finfo(rank.dtype).min)  # NaN scores are evicted first
         protected = (tokens.positions < self.num_sink_tokens) | (tokens.positions >= tokens.seen - self.recent_of(size))
-        if self.protect_values:
-            norms = given(tokens.value_norm, "norms of values").masked_fill(~tokens.valid | protected, -1)
-            rank = rank.masked_fill(norms >= at_rank(norms, share_of(self.protect_values, size)), KEPT)
         return rank.masked_fill(protected, torch.inf).masked_fill(~tokens.valid, -torch.inf)
 
 

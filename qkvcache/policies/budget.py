@@ -39,7 +39,7 @@ ONE = 2**32
 
 def share_of(share: float, count: Any) -> Any:
     """`share` of `count`, rounded down, the same for numbers and tensors and without fp64, which not all devices have."""
-    return times(count, round(share * ONE))
+    return (count * round(share * ONE) + 2**22) >> 32
 
 
 def times(count: Any, weight: Any) -> Any:

@@ -50,8 +50,6 @@ class ExpectedAttention(Policy):
         check_count("n_future_positions", self.n_future_positions, 1, of="positions")
         if not self.epsilon >= 0:
             raise ValueError(f"epsilon={self.epsilon!r}: must be 0 or more")
-        if self.value_norm:
-            raise ValueError("value_norm=True: the scores of ExpectedAttention have the values' norms in them; leave it out")
         super().__post_init__()
 
     def arrive(self, statistics: dict[str, Tensor], tokens: Arrivals) -> tuple[dict[str, Tensor], Tensor]:
@@ -61,7 +59,7 @@ class ExpectedAttention(Policy):
         batch, heads, count, _ = keys.shape
         query_heads, dim = queries.shape[1], queries.shape[3]
         if not statistics:
-            one = torch.zeros(batch, query_heads, device=keys.device)
+            one = torch.zeros(batch, query_heads, dtype=torch.float32, device=keys.device)
             statistics = {"mean": one[..., None].repeat(1, 1, dim), "offset": one, "level": one.clone(), "tokens": one[:, 0] + 1}
         mean, offset, level, number = (statistics[name] for name in ("mean", "offset", "level", "tokens"))
         scaling = dim**-0.5 if tokens.scaling is None else tokens.scaling
@@ -102,7 +100,7 @@ def moments(tokens: Arrivals, num_sink_tokens: int) -> tuple[Tensor, Tensor]:
     queries, positions = given(tokens.queries, "queries"), given(tokens.positions, "positions")
     rope = given(tokens.rope, "the model's rotary embedding")
     batch, heads, count, dim = queries.shape
-    total, squares = (torch.zeros(batch, heads, n, dim, device=queries.device) for n in (1, dim))
+    total, squares = (torch.zeros(batch, heads, n, dim, dtype=torch.float32, device=queries.device) for n in (1, dim))
     first = 0 if tokens.begin is None else min(max(num_sink_tokens - tokens.begin, 0), count)
     block = max(BLOCK // (batch * heads * dim), 1)
     for begin in range(first, count, block):
@@ -122,8 +120,8 @@ def moments(tokens: Arrivals, num_sink_tokens: int) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def average_rotation(rope: Rotation, horizon: int, dim: int, device: torch.device) -> Tensor:
     """The mean of the rotations by 0 to `horizon - 1` positions, fp32 `[D, D]`, which row vectors are multiplied with."""
-    units = torch.eye(dim, device=device)[None, None]
-    total = torch.zeros(dim, dim, device=device)
+    units = torch.eye(dim, dtype=torch.float32, device=device)[None, None]
+    total = torch.zeros(dim, dim, dtype=torch.float32, device=device)
     for steps in torch.arange(horizon, device=device).split(64):
         total += rope.rotate(units.expand(len(steps), -1, -1, -1), steps)[:, 0].sum(0)
     return total / horizon

@@ -49,9 +49,9 @@ class HeadProfile:
             raise TypeError(f"share must be a number, got {share!r}")
         if not 0 < share <= 1:
             raise ValueError(f"share={share!r}: must be above 0 and up to 1")
-        scores = torch.tensor([head for layer in self.quantiles for head in layer])
+        scores = torch.tensor([head for layer in self.quantiles for head in layer], dtype=torch.float32, device="cpu")
         highest = scores.flatten().argsort(descending=True, stable=True)[: max(round(share * scores.numel()), 1)]
-        above = torch.zeros(scores.numel()).index_fill_(0, highest, 1).view_as(scores).mean(-1).tolist()
+        above = torch.zeros_like(scores).flatten().index_fill_(0, highest, 1).view_as(scores).mean(-1).tolist()
         found = iter(above)
         return [[next(found) for _ in layer] for layer in self.quantiles]
 

@@ -24,7 +24,7 @@ class KVzip(Policy):
 
         cache = CompressedCache(model.config, policy=KVzip(budget=0.3))
         cache.compress(model, context_ids, tokenizer=tokenizer)
-        model.generate(context_and_question_ids, past_key_values=cache)
+        model.generate(context_and_question_ids, cache=cache)
 
     The score depends on no question, but the model must be able to repeat its context. `compress` takes twice as long as a prefill, and
     holds the context uncompressed until the second reading ends. The context is repeated in chunks, whose tokens attend to the sinks, the
@@ -57,7 +57,7 @@ class KVzip(Policy):
 
     def score(self, tokens: Arrivals) -> Tensor:
         keys = tokens.keys
-        return torch.full(keys.shape[:3], UNREAD, device=keys.device)
+        return torch.full(keys.shape[:3], UNREAD, dtype=torch.float32, device=keys.device)
 
     @property
     def shares_layers(self) -> bool:

@@ -42,7 +42,7 @@ def measure(
     template = CacheTemplate(CompressedCache(config, format=format), config)
     devices = [device] * len(template)
     for tokens in contexts:
-        key = match.encode(bytes(match.NAME), torch.zeros(tokens, dtype=torch.int64))
+        key = match.encode(bytes(match.NAME), torch.zeros(tokens, dtype=torch.int64, device="cpu"))
         times: dict[str, list[float]] = {"store_ms": [], "fetch_ms": [], "fetch_half_ms": []}
         for _ in range(REPEATS):
             cache = _random(config, tokens, dtype, device)

@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 )
 
 from ..caches import CompressedCache
+from ..caches.steps import Steps
 from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
 from ..layers.hybrid import HybridLayer
@@ -80,7 +81,7 @@ class CacheTemplate:
         new = copy.copy(self._cache)
         new.layers = self.layers()
         if isinstance(new, CompressedCache):
-            new._last_layer = None
+            new._steps = Steps()
         return new
 
     def check(self, stored: Sequence[Snapshot], tokens: int, checkpoints: Checkpoints) -> None:
@@ -127,8 +128,8 @@ def _emptied(layer: CompressedLayer) -> CompressedLayer:
 def _describe(layer: Layer) -> str:
     if not isinstance(layer, CompressedLayer):
         return f"{type(layer).__name__} {getattr(layer, 'sliding_window', '')}".strip()
-    kind = type(layer.format)
-    text = f"{layer.format.name} ({kind.__module__}.{layer.format!r}), exact {layer.num_sink_tokens} + {layer.residual_length}"
+    format = layer.made_with
+    text = f"{format.name} ({type(format).__module__}.{format!r}), exact {layer.num_sink_tokens} + {layer.residual_length}"
     return f"{text}, {layer.policy!r}, {layer.budget!r}, {layer.rope is not None}" if isinstance(layer, EvictingLayer) else text
 
 
@@ -136,9 +137,10 @@ def _in_short(layer: Layer) -> str:
     """The format and the policy of a layer, and its exact zones if they are not the default."""
     if not isinstance(layer, CompressedLayer):
         return type(layer).__name__
-    words = [layer.format.name, type(layer.policy).__name__] if isinstance(layer, EvictingLayer) else [layer.format.name]
+    name = layer.made_with.name
+    words = [name, type(layer.policy).__name__] if isinstance(layer, EvictingLayer) else [name]
     zones = layer.num_sink_tokens, layer.residual_length
-    if zones != (4, 64) and layer.format.name != "identity":  # which is exact everywhere
+    if zones != (4, 64) and name != "identity":  # which is exact everywhere
         words.append("exact {} + {}".format(*zones))
     return ", ".join(words)
 

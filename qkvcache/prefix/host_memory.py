@@ -58,7 +58,7 @@ class LockedMemory(mmap.mmap):
         if int(error):
             warnings.warn(f"host memory cannot be locked ({error}): copies between a PrefixStore and GPUs are slower", stacklevel=2)
             with contextlib.suppress(RuntimeError):  # CUDA reports the error again at the next launch
-                torch.zeros(1, device="cuda")
+                torch.zeros(1, dtype=torch.uint8, device="cuda")
         else:
             self.address = block.data_ptr()
 
@@ -107,7 +107,7 @@ def on_host(given: Snapshot, lock: bool, blocks: Blocks | None = None) -> Snapsh
     """A copy of `given` whose tensors are contiguous in one block of host memory, in locked pages if `lock` (from `blocks`, if passed). It
     is complete after `memory.wait()`."""
     sizes = [-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in given.tensors.values()]
-    memory, block = (blocks or Blocks()).take(sum(sizes)) if lock else (None, torch.empty(sum(sizes), dtype=torch.uint8))
+    memory, block = (blocks or Blocks()).take(sum(sizes)) if lock else (None, torch.empty(sum(sizes), dtype=torch.uint8, device="cpu"))
     parts = zip(given.tensors.items(), block.split(sizes), strict=True)
     tensors = {name: part[: x.nbytes].view(x.dtype).view(x.shape) for (name, x), part in parts}
     on_gpu = {name: x for name, x in given.tensors.items() if x.is_cuda}

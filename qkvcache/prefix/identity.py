@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..autocast import autocast_dtype
+
 SAMPLES = 64
 """Entries that are sampled from each tensor."""
 Modules = list[tuple[str, nn.Module]]
@@ -47,10 +49,10 @@ class ModelIdentity:
         """The name of the model now, 16 bytes."""
         modules = list(self.model.named_modules())
         tensors = (_local(x) for _, module in modules for x in (*module._parameters.values(), *module._buffers.values()) if x is not None)
-        state = (_adapters(modules), [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors])
+        state = (_adapters(modules), _computes_in(self.model), [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors])
         if state != self._state:
             config = {name: value for name, value in self.model.config.to_dict().items() if name not in _IGNORED}
-            parts = [config, str(self.model.dtype), str(state[0]), self.tokenizer, self.extra]
+            parts = [config, state[1], str(state[0]), self.tokenizer, self.extra]
             digest = hashlib.blake2b(json.dumps(parts, default=str, sort_keys=True).encode(), digest_size=16)
             for sample in _samples(self.model):
                 digest.update(sample)
@@ -83,7 +85,7 @@ class Ranks:
         """The minimum of `value` over all processes, each of which must call this."""
         if self.size == 1:
             return value
-        shared = torch.tensor(value, device=self._device)
+        shared = torch.tensor(value, dtype=torch.int64, device=self._device)
         distributed.all_reduce(shared, distributed.ReduceOp.MIN, self._group)
         return int(shared)
 
@@ -101,6 +103,12 @@ def _samples(model: nn.Module) -> Iterator[bytes]:
             entries = x.reshape(-1)[:: max(x.numel() // SAMPLES, 1)][:SAMPLES]
             samples.setdefault(x.device, []).append(entries.contiguous().view(torch.uint8))
     yield from (torch.cat(parts).cpu().numpy().tobytes() for parts in samples.values())
+
+
+def _computes_in(model: PreTrainedModel) -> str:
+    """The model's dtype, and that of autocast, if it is on."""
+    cast = autocast_dtype(model.device)
+    return str(model.dtype) if cast is None else f"{model.dtype} autocast {cast}"
 
 
 def _local(x: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ def remaining(model: Any, inputs: Mapping[str, Any], past: Cache, tokens: int | 
     """The keywords with which `generate` goes on from `past`: `inputs` without the images, videos and sounds that `past` holds, and
     with the positions of all tokens.
 
-        model.generate(**remaining(model, inputs, past), past_key_values=past)
+        model.generate(**remaining(model, inputs, past), cache=past)
 
     Args:
         model: a model of images, videos or sounds.

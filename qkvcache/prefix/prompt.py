@@ -7,6 +7,7 @@ than a fetch.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.cache_utils import Cache
 
+from ..releases import passing
 from .media import DIGEST, digested, placeholders, remaining, unbroken
 
 Ids = Sequence[int] | Sequence[Sequence[int]] | Tensor
@@ -35,7 +37,7 @@ def rows(ids: Inputs, config: PreTrainedConfig) -> list[Tensor]:
         found = rows(ids["input_ids"], config)
         return found if len(found) > 1 else [digested(found[0], ids, config)]
     try:
-        all_ids = torch.as_tensor(ids).detach().cpu()
+        all_ids = torch.as_tensor(ids, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"token ids must be a list of integers or a tensor, got {type(ids).__name__}: {error}") from error
     if all_ids.ndim not in (1, 2) or not all_ids.numel():
@@ -66,12 +68,12 @@ def compute(model: Any, words: Tensor, inputs: Inputs, count: int, cache: Cache,
         end = min((seen // interval + 1) * interval, len(words)) if interval else len(words)
         if given is not None:
             end = unbroken(words, end, 1)
-            model.generate(**remaining(model, given, cache, end), past_key_values=cache, generation_config=step)
+            model.generate(**remaining(model, given, cache, end), **passing(cache), generation_config=step)
         else:
             positions = torch.arange(seen, end, device=ids.device)[None]  # some models count from 0 by default
             options = {"logits_to_keep": 1, "position_ids": positions.expand(len(ids), -1)}
             known = {name: x for name, x in options.items() if name in taken}
-            model(input_ids=ids[:, seen:end], past_key_values=cache, use_cache=True, **known)
+            model(input_ids=ids[:, seen:end], **passing(cache), use_cache=True, **known)
         seen = end
         yield seen
 
@@ -82,8 +84,23 @@ def unpadded(row: Tensor, config: PreTrainedConfig) -> int:
     return len(row) - int(text[::-1].argmax()) if text.any() else 0
 
 
-def refusal(row: Tensor, config: PreTrainedConfig, least: int, padded: bool = False) -> str | None:
-    """The reason why a row is not stored, or None. `padded`: whether the row is part of a batch."""
+def rotated_alike(config: PreTrainedConfig) -> float:
+    """The most tokens of a text whose keys do not depend on its length: longer ones are rotated by other frequencies, from the first on."""
+    text = config.get_text_config(decoder=True)
+    parameters = getattr(text, "rope_parameters", None) or {}
+    known = [one for one in (parameters, *parameters.values()) if isinstance(one, dict)]  # some have one for each kind of layer
+    lengths = [one.get("original_max_position_embeddings") or text.max_position_embeddings for one in known if _depends_on_length(one)]
+    return min(lengths, default=math.inf)
+
+
+def _depends_on_length(rope: dict[str, Any]) -> bool:
+    kind = rope.get("rope_type", "default")
+    return "dynamic" in kind or kind == "longrope"
+
+
+def refusal(row: Tensor, config: PreTrainedConfig, least: int, padded: bool = False, seen: int = 0) -> str | None:
+    """The reason why a row is not stored, or None. `padded`: whether the row is part of a batch. `seen`: tokens of the cache, which may
+    have read more than the row."""
     text = config.get_text_config(decoder=True)
     end = getattr(text, "eos_token_id", None)  # some configs lack special tokens
     ends = end if isinstance(end, list) else [end]
@@ -91,6 +108,8 @@ def refusal(row: Tensor, config: PreTrainedConfig, least: int, padded: bool = Fa
         return "fewer tokens than min_match_tokens"
     if kinds := {config.model_type, text.model_type} & STEPS_MATTER:
         return f"{kinds.pop()}, whose answers depend on the steps in which a prompt is read"
+    if max(len(row), seen) > (alike := rotated_alike(config)):
+        return f"more than {alike} tokens, from which on the model rotates all keys by other frequencies"
     if not placeholders(config) and any(name.startswith(("vision_", "audio_")) for name in config.sub_configs):
         return "a model of images or sounds whose config names no placeholder for them"
     if text_tokens(row, config) < len(row):

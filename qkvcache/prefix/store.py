@@ -36,7 +36,7 @@ from .host_memory import Blocks, on_host
 from .identity import ModelIdentity, Ranks
 from .media import DIGEST, unbroken
 from .pages import StoredPages
-from .prompt import Inputs, compute, refusal, rows, text_tokens, unpadded
+from .prompt import Inputs, compute, refusal, rotated_alike, rows, text_tokens, unpadded
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class PrefixStore:
 
         store = PrefixStore(model, max_bytes=8 * 2**30, format="turboquant_4bit_nc", directory="prefixes")
         with store.reuse(ids) as past:
-            model.generate(ids, past_key_values=past)
+            model.generate(ids, cache=past)
 
     Args:
         model: a decoder-only model.
@@ -191,7 +191,7 @@ class PrefixStore:
         row = inputs[0]
         if any(not torch.equal(row, other) for other in inputs[1:]):
             raise ValueError(f"fetch got {len(inputs)} rows that differ: fetch one row at a time, with the cache of that row alone")
-        limit = min(len(row) - 1, text_tokens(row, self.model.config))
+        limit = min(len(row) - 1, text_tokens(row, self.model.config)) if len(row) <= rotated_alike(self.model.config) else 0
         keys = self._keys(self._scanned(), row)
         while (longest := self._ranks.agree(lambda most: self._longest(keys, most), limit)) is not None:
             disk, stored, tokens = longest
@@ -240,7 +240,7 @@ class PrefixStore:
 
     @contextmanager
     def reuse(self, ids: Inputs) -> Iterator[Cache]:
-        """A cache for `model.generate(ids, past_key_values=past)` that holds the stored beginning of `ids`; stores the prompt on exit.
+        """A cache for `model.generate(ids, cache=past)` that holds the stored beginning of `ids`; stores the prompt on exit.
 
         The cache belongs to the store: on exit each layer is stored and then emptied, so that only one layer is in
         memory twice. Generated tokens are cut off. If the cache cannot be cut, because it evicts or the model has
@@ -256,7 +256,7 @@ class PrefixStore:
         does not hold (`remaining`). With ids alone, a prompt is stored up to the first of them.
 
             with store.reuse(inputs) as past:
-                out = model.generate(**remaining(model, inputs, past), past_key_values=past)
+                out = model.generate(**remaining(model, inputs, past), cache=past)
                 store.store({**inputs, "input_ids": out}, past)
         """
         positions = [(module, module.rope_deltas) for module in self._positioned]
@@ -458,8 +458,9 @@ class PrefixStore:
         release: bool = False,
         checkpoints: Checkpoints | None = None,
     ) -> bool:
-        row = row[: unbroken(row, min(cache.get_seq_length(), unpadded(row, self.model.config)))]
-        if not self._may_store(row, padded):
+        seen = cache.get_seq_length()
+        row = row[: unbroken(row, min(seen, unpadded(row, self.model.config)))]
+        if not self._may_store(row, padded, seen):
             return False
         most = self._memory.max_bytes
         try:
@@ -494,9 +495,9 @@ class PrefixStore:
             self._write(self._disk, entry)
         return True
 
-    def _may_store(self, row: Tensor, padded: bool = False) -> bool:
+    def _may_store(self, row: Tensor, padded: bool = False, seen: int = 0) -> bool:
         """Whether a row may be stored; if not, the reason is counted."""
-        if reason := refusal(row, self.model.config, self.min_match_tokens, padded):
+        if reason := refusal(row, self.model.config, self.min_match_tokens, padded, seen):
             self._stats.refused[reason] += 1
         return not reason
 

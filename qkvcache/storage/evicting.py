@@ -130,9 +130,8 @@ class EvictingStorage(LayerStorage):
     def _start(self, empty: Pair) -> None:
         self.sinks = empty
         self.tail = Tail(empty, no_tokens(self.policy, empty[0]))
-        by_head = self.policy.alpha_safeguard is not None or bool(self.budget.heads)
-        pages = HeadPages(self.codecs, empty, no_tokens(self.policy, empty[0])) if by_head else None
-        self.tokens = RowPages(self.codecs, empty, per_head=True) if pages is None else pages
+        self.tokens = self._new_pages(empty)
+        pages = self.tokens if isinstance(self.tokens, HeadPages) else None
         self.metadata = TokenMetadata(self.policy, self.budget, self.tail, self.rope, pages)
         self.in_order, self.sinks_full = self.ordered, not self.num_sink_tokens
         self.limit = None if self.budget.share else self._region_limit(0)
@@ -153,6 +152,19 @@ class EvictingStorage(LayerStorage):
         """The inputs of attention in a step of one token, if the device counts them."""
         self.launch: Callable[[Pair], None] | None = None
         """Stores a token in one launch and counts it in `rows`."""
+
+    def _new_pages(self, like: Pair) -> RowPages | HeadPages:
+        if self.policy.alpha_safeguard is not None or self.budget.heads:
+            return HeadPages(self.codecs, like, no_tokens(self.policy, like[0]))
+        return RowPages(self.codecs, both(lambda x: x[:, :, :0], like), per_head=True)
+
+    def change_codecs(self, codecs: tuple[Codec, Codec]) -> None:
+        """Quantizes all tokens by other codecs. No token may be quantized yet."""
+        self.codecs = codecs
+        self.tokens = self._new_pages(self.tail.sides)
+        self.unbind()
+        if isinstance(self.tokens, HeadPages):
+            self.metadata.pages = self.tokens
 
     @property
     def device(self) -> torch.device:
@@ -282,9 +294,8 @@ class EvictingStorage(LayerStorage):
         budget."""
         metadata, tail = self.metadata, self.tail
         if not self.tokens.calibrated:
-            metadata.describe()
-            is_valid = None if metadata.padding is None else metadata.residual["positions"][:, 0] >= 0
-            self.tokens.calibrate(tail.tokens(), is_valid)
+            self.tokens.calibrate(tail.tokens(), self.valid_residual())
+            self.tokens.calibrated = self.tokens.calibrated or bool(self.tokens.begun.all())
         if not self.sinks_full:
             self._fill_sinks()
         if metadata.has_gaps and (self.residual_length or self.num_sink_tokens or metadata.ragged):
@@ -300,6 +311,11 @@ class EvictingStorage(LayerStorage):
         has_left = self.metadata.columns > self.sinks[0].shape[2] + self.tail.count
         self.tail.resize(self.room if has_left else zone_room(self.tail.count, self.room))
         self.unbind()
+
+    def valid_residual(self) -> Tensor | None:
+        """The columns of the residual that hold a token, bool `[B, T]`; None: all."""
+        self.metadata.describe()
+        return None if self.metadata.row_lengths is None else self.metadata.residual["positions"][:, 0] >= 0
 
     def _fill_sinks(self) -> None:
         """Moves the first tokens of each row, padding left out, to the sinks."""
@@ -373,7 +389,8 @@ class EvictingStorage(LayerStorage):
         elif self.budget.heads:
             of_heads = self._of_heads(seen)
             if row_limits is None:
-                least, guaranteed = min(of_heads), torch.tensor(of_heads).to(self.device, non_blocking=True)[None, :, None]
+                counts = torch.tensor(of_heads, dtype=torch.int64, device="cpu")
+                least, guaranteed = min(of_heads), counts.to(self.device, non_blocking=True)[None, :, None]
             else:
                 least, guaranteed = 0, torch.cat(of_heads, dim=1)
         else:
@@ -457,7 +474,7 @@ class EvictingStorage(LayerStorage):
         layout: StaticLayout = self.static  # type: ignore[assignment]
         ring, slots = self.residual_length + 1, self.slots
         at = (layout.row_lengths % ring)[:, None]  # the token itself in a row whose token is padding
-        queries = 1 if is_valid is None else is_valid.long()[:, :, None]
+        queries = 1 if is_valid is None else is_valid.float()[:, :, None]
         attention_sums = None if attention_sums is None else attention_sums[..., self.num_sink_tokens :]
         fields = dict(layout.records)
         if attention_sums is not None:
@@ -581,7 +598,7 @@ class EvictingStorage(LayerStorage):
         """Keeps the rows with these indices; a row that occurs several times is repeated. Tensors of the static layout are overwritten."""
         was_static = self.is_static
         self.unbind()
-        index = torch.tensor(rows, device=self.device)
+        index = torch.tensor(rows, dtype=torch.int64, device=self.device)
         self.to_dynamic()
         self.tokens.select(rows)
         self.metadata.map(lambda x: x.index_select(0, index))

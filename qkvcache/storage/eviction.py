@@ -66,8 +66,8 @@ def append_and_evict(
 def replace_lowest(region: RowPages, metadata: TokenMetadata, new: Pair, fields: TokenFields) -> None:
     """`append_and_evict` for a region at its limit, without empty slots, that holds `N` tokens or more."""
     stored, count = region.length, new[0].shape[2]
-    union: TokenFields = {}
-    for name, x in metadata.region.items():
+    old, union = metadata.region, dict[str, Tensor]()
+    for name, x in old.items():
         union[name] = torch.cat([x, fields[name]], dim=-1)
     order, place = metadata.order(union), torch.arange(stored + count, device=new[0].device)
     if count == 1:
@@ -81,8 +81,7 @@ def replace_lowest(region: RowPages, metadata: TokenMetadata, new: Pair, fields:
     source = place[: stored + 1].expand(*order.shape[:2], -1).scatter(-1, into, place[stored:].expand_as(into))
     source = source[..., :stored]
     for name, x in union.items():
-        union[name] = x.gather(-1, source)
-    metadata.region = union
+        old[name] = x.gather(-1, source)
 
 
 def append_and_share(

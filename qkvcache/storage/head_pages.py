@@ -166,9 +166,10 @@ class HeadPages(PagedTokens):
 
     def select(self, rows: Sequence[int]) -> None:
         self._flush()
-        self.lengths = self.lengths.index_select(0, torch.tensor(rows, device=self.lengths.device))
+        self.lengths = self.lengths.index_select(0, torch.tensor(rows, dtype=torch.int64, device=self.lengths.device))
         super().select(rows)
 
+    @torch.inference_mode(False)
     def _renumber(self, numbers: Numbers) -> None:
         index = torch.from_numpy(numpy.append(numbers, -1)).to(self.pool.device)  # the last one has no tokens
         self.fields = {name: x[index] for name, x in self.fields.items()}
@@ -240,6 +241,7 @@ def _nothing(field: str) -> int:
     return -1 if field == "positions" else 0
 
 
+@torch.inference_mode(False)  # tensors made in inference mode cannot be written outside of it
 def _with_empty_page(x: Tensor, field: str) -> Tensor:
     """Pages `[N, PAGE]` of a field, and after them one without tokens."""
     return F.pad(x, (0, 0, 0, 1), value=_nothing(field))

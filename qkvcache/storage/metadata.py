@@ -27,9 +27,10 @@ def no_tokens(policy: Policy, like: Tensor) -> TokenFields:
     wanted = {
         "score": policy.has_scores,
         "key_norm": policy.needs_norms,
-        "value_norm": policy.needs_value_norms,
+        "value_norm": policy.needs_norms,
     }
-    return fields | {name: torch.empty(*like.shape[:2], 0, device=like.device) for name, kept in wanted.items() if kept}
+    none = torch.empty(*like.shape[:2], 0, dtype=torch.float32, device=like.device)
+    return fields | {name: none.clone() for name, kept in wanted.items() if kept}
 
 
 class TokenMetadata:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..formats.base import Codec, Codes
 from ..kernels import AttentionBudget, BlockCache, Packed, Pages, Pair, both, copy_index, launch_into, on_triton, quantize_into, quantizes
-from ..kernels.pages import BLOCK, block_of
+from ..kernels.pages import BLOCK, block_of, calibrate
 from ..kernels.segments import join_tokens
 from .pool import Numbers, PageLayout, PagePool, Slab, selected, zeros
 
@@ -72,17 +72,20 @@ class PagedTokens:
         """The entries of the pages of the index, if there is one; else `table`."""
         self.has_statistics = any(codec.keeps(dim) for codec, dim in zip(self.codecs, self.dims, strict=True))
         """Whether the codecs keep buffers that all tokens share."""
-        self.calibrated = False
         self.length = 0
         """Stored tokens of a row; of the longest head, if heads have pages of their own."""
         with torch.inference_mode(False):
             key, value = (codec.allocate_statistics(x, layout.per_head or bool(heads)) for codec, x in zip(self.codecs, like, strict=True))
+            self.begun = torch.zeros(like[0].shape[0] * self.has_statistics, dtype=torch.bool, device=device)
+            """Rows that have statistics, bool `[B]`: others have seen padding alone. Empty if the codecs keep none."""
         self.statistics: tuple[Codes, Codes] = key, value
-        """Buffers that all tokens share. They must be `calibrated` before a token is quantized."""
+        """Buffers that all tokens of a row share. They must be computed before a valid token of the row is quantized."""
+        self.calibrated = not self.has_statistics
+        """Whether all rows are known to have their statistics."""
 
     def __getstate__(self) -> dict:
         """Leaves out what holds addresses."""
-        return {name: x for name, x in self.__dict__.items() if name not in ("pages", "launches", "cache")}
+        return {name: x for name, x in self.__dict__.items() if name not in ("pages", "launches", "cache", "bound")}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__ |= state
@@ -122,22 +125,33 @@ class PagedTokens:
     # Statistics.
 
     def calibrate(self, x: Pair, is_valid: Tensor | None = None) -> None:
-        """Computes the statistics from keys and values `[B, H, T, D]`; later calls change nothing. `is_valid`: the
-        tokens that are not padding, bool `[B, T]`; None: all."""
-        if self.calibrated:
-            return
-        self.calibrated = True
-        for codec, statistics, new in zip(self.codecs, self.statistics, x, strict=True):
-            if statistics:
-                for name, value in codec.calibrate(new.detach(), is_valid).items():
-                    statistics[name].copy_(value)
+        """Computes the statistics of rows that have none from keys and values `[B, H, T, D]`. `is_valid`: the tokens
+        that are not padding, bool `[B, T]`; None: all."""
+        if not self.calibrated:
+            calibrate(self.pages, self.begun, both(Tensor.detach, x), is_valid)
+            self.calibrated = is_valid is None
+
+    def take_means(self, other: PagedTokens) -> None:
+        """Copies the means of keys, which another codec has, and the other statistics from `other`, whose
+        tokens are not quantized."""
+        (keys, values), (old_keys, old_values) = self.statistics, other.statistics
+        if "center" in keys:
+            keys["center"].copy_(self.codecs[0].rotate(other.codecs[0].unrotate(old_keys["center"])))
+        for name, x in values.items():
+            x.copy_(old_values[name])
+        self.begun.copy_(other.begun)
+        self.calibrated = other.calibrated
+
+    def uncalibrate(self) -> None:
+        """Forgets the statistics of all rows: they have no tokens."""
+        self.begun.zero_()
+        self.calibrated = not self.has_statistics
 
     # Tokens.
 
     def store(self, x: Pair, slots: Tensor | int) -> None:
         """Quantizes keys and values `[B, H, T, D]` into slots of the pages, `kernels.quantize_into`, in one launch if
         there is a kernel, else block by block."""
-        self.calibrate(x)
         tokens = x[0].shape[2]
         block = tokens if quantizes(self.codecs, x) else min(map(block_of, x))
         for at in range(0, tokens, block):
@@ -174,19 +188,24 @@ class PagedTokens:
         hold tokens, which are copied."""
         if begin >= self.owned:
             return
-        self.owned, places = begin, []
-        several = (self.numbers[..., begin:] >= 0) & (self.pool.owners[self.numbers[..., begin:]] > 1)
+        places, owners = [], self.pool.owners.copy()
+        several = (self.numbers[..., begin:] >= 0) & (owners[self.numbers[..., begin:]] > 1)
         for *row, column in numpy.argwhere(several).tolist():
             place = (*row, begin + column)
-            if self.pool.owners[self.numbers[place]] > 1:  # not given up by another row meanwhile
-                self.pool.owners[self.numbers[place]] -= 1
+            if owners[self.numbers[place]] > 1:  # not given up by another row meanwhile
+                owners[self.numbers[place]] -= 1
                 places.append(place)
-        if places:
+        if places:  # an interruption may cost pages, but leaves all tables with pages of their own
             at = tuple(numpy.array(places).T)
             old, new, written = self.numbers[at], self.pool.take(len(places)), at[-1] < used
-            self.numbers[at] = new
             self.bind()
             self._copy(old[written], new[written])
+            numbers = self.numbers.copy()
+            numbers[at] = new
+            self.numbers = numbers
+            self.pool.release(old)
+            self.bind()
+        self.owned = begin
 
     def _copy(self, source: Numbers, target: Numbers) -> None:
         """Copies pages `[N]` to others."""
@@ -194,11 +213,12 @@ class PagedTokens:
 
     def select(self, rows: Sequence[int]) -> None:
         """Keeps the rows with these indices; a row that occurs several times is shared."""
-        before, self.numbers = self.numbers, self.numbers[list(rows)]
-        self.pool.share(_pages(self.numbers))
+        before, numbers = self.numbers, self.numbers[list(rows)]
+        self.pool.share(_pages(numbers))
+        self.numbers = numbers
         self.pool.release(_pages(before))
         self.owned = self.numbers.shape[-1]
-        index, in_place = torch.tensor(rows, device=self.pool.device), self.static and len(rows) == len(before)
+        index, in_place = torch.tensor(rows, dtype=torch.int64, device=self.pool.device), self.static and len(rows) == len(before)
         self._change_statistics(lambda x: selected(x, index, in_place))
         if not self.static:
             self._compact(fewer=len(self.numbers) < len(before))
@@ -213,6 +233,7 @@ class PagedTokens:
             return
         used = pages[numpy.sort(numpy.unique(pages, return_index=True)[1])]  # in the order of the tables
         held = [self.pool.read(side, used) for side in (0, 1)]
+        pool.release(pages)  # a fork without pages keeps the pool
         self.pool = PagePool(pool.layout, pool.device, pool.by_address, pool.on_host)
         neighbours = self.numbers.ndim == 2 and len(used) == self.numbers.size
         new = self.pool.allocate(*self.numbers.shape if neighbours else (len(used), 1)).ravel()
@@ -245,7 +266,7 @@ class PagedTokens:
         tensors: dict[str, Tensor] = {}
         for side, codes, statistics in zip(SIDES, self._codes_of(rows), self.statistics, strict=True):
             tensors |= {f"{side}.region.{name}": x for name, x in codes.items()}
-            if self.calibrated:
+            if self.has_statistics and bool(self.begun[rows].any()):
                 tensors |= {f"{side}.statistics.{name}": x[rows] for name, x in statistics.items()}
         return tensors
 
@@ -267,7 +288,8 @@ class PagedTokens:
         for side, statistics in zip(SIDES, self.statistics, strict=True):
             for name, x in statistics.items():
                 x.copy_(tensors[f"{side}.statistics.{name}"])
-                self.calibrated = True
+        self.begun.fill_(True)
+        self.calibrated = True
         key, value = (
             {name.removeprefix(f"{side}.region."): x for name, x in tensors.items() if name.startswith(f"{side}.region.")} for side in SIDES
         )
@@ -286,14 +308,15 @@ class PagedTokens:
     def _change_statistics(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replaces each tensor of the statistics by `change(tensor)`."""
         self.statistics = both(lambda codes: {name: change(x) for name, x in codes.items()}, self.statistics)
+        self.begun = change(self.begun) if self.has_statistics else self.begun
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every live tensor with its role: `codes`, `scales` or `bookkeeping`."""
         yield from self.pool.tensors()
         yield from self.pool.layout.roles(self.statistics)
-        for table in {id(x): x for x in (self.table, self.index_table)}.values():
-            if table.numel():
-                yield "bookkeeping", table
+        for x in {id(x): x for x in (self.begun, self.table, self.index_table)}.values():
+            if x.numel():
+                yield "bookkeeping", x
 
 
 class RowPages(PagedTokens):
@@ -331,6 +354,8 @@ class RowPages(PagedTokens):
             self.cache = self._block_cache(self.offloads, self.capacity // BLOCK)
         self.runs: list[Run] | None = None
         """The columns of the table as torch reads them; None: not known yet."""
+        self.bound = self.numbers
+        """The numbers of the pages that are bound: others after an interruption."""
 
     def _block_cache(self, budget: AttentionBudget, stored: int) -> BlockCache | None:
         """The cache of blocks of `stored` ones: the present one, or a new one where it has not slots enough or is for other rows."""
@@ -362,7 +387,7 @@ class RowPages(PagedTokens):
         if self.cache is None or cache is None or self.cache.blocks.shape[2] != cache.blocks.shape[2]:
             self.forget()
             return
-        index = torch.tensor(rows, device=self.pool.device)
+        index = torch.tensor(rows, dtype=torch.int64, device=self.pool.device)
         for new, old in zip(self.cache.tensors, cache.tensors, strict=True):  # blocks go with their rows
             new.unflatten(0, (len(rows), -1)).copy_(old.unflatten(0, (before, -1)).index_select(0, index))
 
@@ -384,6 +409,8 @@ class RowPages(PagedTokens):
         self.own(written // PAGE, -(-written // PAGE))
         missing = self.length + tokens - self.capacity
         if missing <= 0:
+            if self.bound is not self.numbers:
+                self.bind()
             return shared
         rows, pages = self.numbers.shape[0], growth(self.length, missing) // PAGE
         if len(self.pool.free()) >= rows * pages:
@@ -499,9 +526,9 @@ class RowPages(PagedTokens):
         while needed < width and kept.first <= self.numbers[0, needed] < kept.end:
             needed += 1
         if needed < width:
-            self.pool.release(self.numbers[:, needed:])
+            dropped, self.numbers = self.numbers[:, needed:], self.numbers[:, :needed].copy()
+            self.pool.release(dropped)
             self.pool.trim()
-            self.numbers = self.numbers[:, :needed].copy()
             self.bind()
 
     def clear(self) -> None:
@@ -510,7 +537,7 @@ class RowPages(PagedTokens):
         self.own(0, 0)
         for slab in self.pool.slabs:  # masked attention multiplies stale values by 0, and nan times 0 is nan
             slab.data.zero_()
-        self.calibrated = False
+        self.uncalibrate()
 
     def _codes_of(self, rows: slice) -> tuple[Codes, Codes]:
         if not self.length:

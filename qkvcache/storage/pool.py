@@ -315,7 +315,7 @@ def zeros(nbytes: int, device: torch.device, on_host: bool) -> Tensor:
     are as slow as the bus. Raises NotImplementedError if `device` has other addresses for host memory."""
     if not on_host or device.type != "cuda":
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    held = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+    held = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     found = torch.as_tensor(_Bytes(held), device=device)
     if found.data_ptr() != held.data_ptr():
         raise NotImplementedError(f"offload_pages on {device}, which cannot read host memory by its address: leave it out")

@@ -299,7 +299,7 @@ class Storage(LayerStorage):
             changed = True
         if self.static and self.seq_length + tokens > self.columns:
             self.columns, changed = 1 << (self.seq_length + tokens - 1).bit_length(), True
-        if changed:
+        if changed or self.bound is not self.tokens.pages:  # after an interruption
             self.bind()
 
     @torch.inference_mode(False)
@@ -378,19 +378,23 @@ class Storage(LayerStorage):
             return self.add_token(x)
         self.sync_counts()
         self.reserve(x[0].shape[2])
-        exact, sinks = self._exact_with(x), self.exact_counts[0]
-        first, residual = both(lambda side: side[:, :, :sinks], exact), both(lambda side: side[:, :, sinks:], exact)
-        inputs = attention_inputs_of(first, self.tokens, residual, exact, self.budget)
-        self.append(x, exact)
+        inputs = self.inputs_with(x)
+        self.append(x, inputs.joined)
         return inputs
 
-    def append(self, x: Pair, exact: Pair | None = None) -> None:
-        """Adds keys and values `[B, H, T, D]`, for which there is room, in one launch if there is a kernel. `exact`:
-        `_exact_with(x)`, if the caller has it."""
+    def inputs_with(self, x: Pair) -> AttentionInputs:
+        """The inputs of attention over the tokens that are stored now and keys and values `x` `[B, H, T, D]`. Stores nothing."""
+        exact, sinks = self._exact_with(x), self.exact_counts[0]
+        first, residual = both(lambda side: side[:, :, :sinks], exact), both(lambda side: side[:, :, sinks:], exact)
+        return attention_inputs_of(first, self.tokens, residual, exact, self.budget)
+
+    def append(self, x: Pair, exact: Pair | None = None, is_valid: Tensor | None = None) -> None:
+        """Adds keys and values `[B, H, T, D]`, for which there is room, in one launch if there is a kernel. `exact`: `_exact_with(x)`, if
+        the caller has it. `is_valid`: the tokens that are not padding, bool `[B, T]`; None: all."""
+        self.tokens.calibrate(x, is_valid)
         tokens = x[0].shape[2]
         leaving, launch = self.overflow(tokens), self.launch if tokens == 1 else launch_of_step(self.inputs, x)
         if launch is not None:
-            self.tokens.calibrate(x)
             self.tokens.count(leaving)  # the launch quantizes them
             launch(x)
             self.seq_length += tokens
@@ -455,7 +459,8 @@ class Storage(LayerStorage):
         quantized = min(self.tokens.length, max(seq_length - self.num_sink_tokens, 0))
         self.tokens.truncate(quantized)
         self.set_lengths(seq_length, quantized)
-        self.tokens.calibrated = self.tokens.calibrated and seq_length > 0
+        if not seq_length:
+            self.tokens.uncalibrate()
         self.control[DROPPED] = 0
         if self.bound is not self.tokens.pages or self.inputs.shared > quantized:
             self.bind()
@@ -489,7 +494,7 @@ class Storage(LayerStorage):
     def select(self, rows: Sequence[int]) -> None:
         """Keeps the rows with these indices; a row that occurs several times is repeated. Pages are shared until they are written; if
         tensors keep their addresses, those with as many rows are overwritten."""
-        index = torch.tensor(rows, device=self.rows.device)
+        index = torch.tensor(rows, dtype=torch.int64, device=self.rows.device)
         in_place = self.static and len(rows) == len(self.rows)
         self._change(lambda x: selected(x, index, in_place))
         self._number_rows()

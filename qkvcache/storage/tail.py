@@ -42,10 +42,12 @@ class Tail:
 
     def first(self, count: int) -> tuple[Pair, TokenFields]:
         """The oldest `count` tokens, `[B, H, count, D]`, and their fields, as views where possible."""
-        start, end, (key, value) = self.start, self.start + count, self.sides
+        start, end, (key, value), fields = self.start, self.start + count, self.sides, dict(self.fields)
         if end > self.slots:
-            return both(lambda x: self.of(x, 0, count), self.sides), {name: self.of(x, 0, count) for name, x in self.fields.items()}
-        return (key[:, :, start:end], value[:, :, start:end]), {name: x[:, :, start:end] for name, x in self.fields.items()}
+            return both(lambda x: self.of(x, 0, count), self.sides), {name: self.of(x, 0, count) for name, x in fields.items()}
+        for name, x in fields.items():
+            fields[name] = x[:, :, start:end]
+        return (key[:, :, start:end], value[:, :, start:end]), fields
 
     def write(self, x: Tensor, begin: int, new: Tensor) -> None:
         """Writes `new`, `[B, H, N, ...]`, to the tokens from `begin` on in a side or field `x`."""

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from qkvcache import CompressedCache, TurboQuantCache, attach, detach
+from qkvcache.releases import CACHE_ARGUMENT, passing
 from tests.matrix import model
 
 IDS = {"llama": torch.arange(3, 23).view(2, 10), "t5": torch.arange(3, 23).view(2, 10)}
@@ -45,11 +46,11 @@ def test_every_generate_gets_a_fresh_cache(network):
             out = generate(network)
             assert torch.equal(out.sequences, expected.sequences)
             assert len(factory.caches) == calls
-            held = out.past_key_values
+            held = out[CACHE_ARGUMENT]
             assert getattr(held, "self_attention_cache", held) is factory.caches[-1]
-            assert factory.caches[-1].get_seq_length() == expected.past_key_values.get_seq_length()
+            assert factory.caches[-1].get_seq_length() == expected[CACHE_ARGUMENT].get_seq_length()
     after = generate(network)
-    assert len(factory.caches) == 2 and type(after.past_key_values) is type(expected.past_key_values)
+    assert len(factory.caches) == 2 and type(after[CACHE_ARGUMENT]) is type(expected[CACHE_ARGUMENT])
 
 
 def test_beams(network):
@@ -73,7 +74,7 @@ def test_detach(network, undo):
     attachment = attach(network, TurboQuantCache)
     for _ in range(2):
         undo(network, attachment)
-        assert type(generate(network).past_key_values) in (DynamicCache, EncoderDecoderCache)
+        assert type(generate(network)[CACHE_ARGUMENT]) in (DynamicCache, EncoderDecoderCache)
     detach(network)
 
 
@@ -86,13 +87,13 @@ def test_a_factory_may_wrap_by_itself():
     network = model("t5")
     factory = Factory(lambda config: EncoderDecoderCache(CompressedCache(config, format="int8"), DynamicCache()))
     with attach(network, factory):
-        assert generate(network).past_key_values is factory.caches[0]
+        assert generate(network)[CACHE_ARGUMENT] is factory.caches[0]
 
 
 def test_a_cache_given_by_the_user_wins():
     network, factory, given = model("llama"), Factory(), DynamicCache()
     with attach(network, factory):
-        assert generate(network, past_key_values=given).past_key_values is given
+        assert generate(network, **passing(given))[CACHE_ARGUMENT] is given
     assert not factory.caches
 
 
@@ -111,7 +112,7 @@ def test_the_attached_cache_or_an_error(implementation, network, monkeypatch):
         with pytest.raises(ValueError, match=rf"cache_implementation='{implementation}' .*detach\(model\)"):
             generate(network, cache_implementation=implementation)
         monkeypatch.setattr(network.generation_config, "cache_implementation", implementation)
-        held = generate(network).past_key_values
+        held = generate(network)[CACHE_ARGUMENT]
     assert getattr(held, "self_attention_cache", held) is factory.caches[-1] and held.get_seq_length()
     assert network.generation_config.cache_implementation == implementation
 
@@ -121,7 +122,7 @@ def test_two_caches_cannot_be_attached():
     with attach(network, TurboQuantCache):
         with pytest.raises(ValueError, match="detach it first"):
             attach(network, Factory())
-        assert isinstance(generate(network).past_key_values, TurboQuantCache)
+        assert isinstance(generate(network)[CACHE_ARGUMENT], TurboQuantCache)
     with attach(network, TurboQuantCache):
         pass
 
@@ -166,11 +167,11 @@ def test_a_copy_of_the_model_has_an_attachment_of_its_own(copied):
     network = model("llama")
     with attach(network, functools.partial(CompressedCache, format="int8")):
         twin = copied(network)
-    assert type(generate(network).past_key_values) is DynamicCache
-    held = generate(twin).past_key_values
+    assert type(generate(network)[CACHE_ARGUMENT]) is DynamicCache
+    held = generate(twin)[CACHE_ARGUMENT]
     assert isinstance(held, CompressedCache) and held.get_seq_length() == 17
     detach(twin)
-    assert type(generate(twin).past_key_values) is DynamicCache
+    assert type(generate(twin)[CACHE_ARGUMENT]) is DynamicCache
 
 
 def test_a_copy_makes_caches_for_its_own_config():

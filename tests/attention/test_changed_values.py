@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 
 from qkvcache import CompressedCache, H2OCache
 from qkvcache.attention import compressed_kv
+from qkvcache.releases import CACHE_ARGUMENT
 from tests.matrix import _NO_HEAD_DIM, ATTENTION, model
 from tests.reference import MODES, ZONES, assert_close, count_decoded_layers, steps
 from tests.seeds import SEED
@@ -47,13 +48,13 @@ class ChangingAttention(LlamaAttention):
 
     change = staticmethod(CHANGES["as returned"])
 
-    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         projections = self.q_proj, self.k_proj, self.v_proj
         query, key, value = (projection(hidden_states).view(shape).transpose(1, 2) for projection in projections)
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if (cache := kwargs.pop(CACHE_ARGUMENT)) is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         key, value = self.change(key, value)
         self.num_key_value_groups = query.shape[1] // key.shape[1]
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)

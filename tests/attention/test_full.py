@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qkvcache.attention.full import QUERY_BLOCK, full_attention
+from qkvcache.attention.masks import HARMLESS
 from tests.reference import assert_close, count_decoded_layers
 from tests.tolerance import rounding
 
@@ -56,6 +57,29 @@ def test_equals_softmax_attention(queries, tokens, mask, options):
     out, weights = full_attention(MODULE, *given, finished, **options, **kwargs)
     assert weights is None and out.is_contiguous() and out.shape == (B, queries, HQ, DV)
     assert_close(out.double(), naive(*given, finished, mask == "causal", **options), rounding(D, tokens))
+
+
+@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["both"]], ids=["plain", "both"])
+@pytest.mark.parametrize(("queries", "tokens"), [(1, 9), (5, 5), (5, 9)])
+@pytest.mark.parametrize("mask", ["causal", "not causal", "bool", "additive"])
+def test_position_bias_is_added_to_the_scores(queries, tokens, mask, options):
+    given, bias = tensors(queries, tokens), 3 * torch.randn(1, HQ, queries, tokens + 2)  # as many columns as a preallocated cache
+    visible = (torch.rand(B, 1, queries, tokens) < 0.5).index_fill(3, torch.tensor(0), True)
+    hidden = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
+    finished = {"bool": visible, "additive": hidden}.get(mask)
+    out, _ = full_attention(MODULE, *given, finished, position_bias=bias, is_causal=mask != "not causal", **options)
+    added = bias[..., :tokens] + (0 if finished is None else hidden)
+    assert_close(out.double(), naive(*given, added, mask == "causal", **options), rounding(D, tokens))
+
+
+def test_keywords_are_used_or_refused():
+    given = tensors(1, 9)
+    plain = full_attention(MODULE, *given, None)[0]
+    others = dict.fromkeys(HARMLESS, 1) | {"sliding_window": 4, "block_indices": None}
+    assert torch.equal(full_attention(MODULE, *given, None, **others)[0], plain)
+    for name in ("sinks", "block_indices", "indices", "new_in_some_release"):
+        with pytest.raises(NotImplementedError, match=f"attention with {name}, .*'sdpa'"):
+            full_attention(MODULE, *given, None, **{name: 1})
 
 
 @pytest.mark.parametrize("said", [None, True, False])

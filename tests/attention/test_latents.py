@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers as hf
+from families_models import build
 from torch import nn
 from transformers import DynamicCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
@@ -152,11 +153,24 @@ def test_weights_of_layers_other_than_linear(deepseek):
     check(network, MODES["single"])
 
 
+@pytest.mark.parametrize("name", ["sarvam_mla", "dots3_note_text"])
+def test_models_as_released_decode_no_layer(name):
+    """Code that is another model's, and layers whose latents differ."""
+    if name not in hf.CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {name}")
+    attention.uninstall()  # also the methods that caches of other models wrapped
+    network = build(name)
+    exact = CompressedCache(network.config, format="identity", **ZONES["zones"])
+    for ours, theirs in zip(steps(network, exact, FED), steps(network, DynamicCache(config=network.config), FED), strict=True):
+        assert_close(ours, theirs, of_model(network))
+    check(network, FED)
+
+
 def test_a_class_without_the_method_is_dequantized(deepseek, monkeypatch):
     attention.uninstall()
     attention.install()
     assert not latents._stock
-    monkeypatch.setattr("qkvcache.attention.latents._modeling_classes", lambda config: [nn.Linear])
+    monkeypatch.setattr("qkvcache.attention.latents.code_of", lambda config: None)
     cache = CompressedCache(deepseek.config, format="identity", **ZONES["zones"])
     expected = list(steps(deepseek, DynamicCache(config=deepseek.config), MODES["padded"]))
     with pytest.warns(UserWarning, match="dequantizes the whole layer"), count_decoded_layers() as dense:

@@ -1,12 +1,13 @@
 """`visible`: the masks of every implementation, against loops over queries and keys."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from qkvcache.attention.masks import NewTokens, joined, joined_by_head, padding_columns, visible
+from qkvcache.attention.masks import NewTokens, joined, joined_by_head, new_tokens, padding_columns, visible
 from qkvcache.kernels import AttentionInputs, Exact, KeysOrValues, attend, attend_observed, attend_pages
 from tests.kernels.paged_inputs import of_heads
 from tests.matrix import FORMATS, covering
@@ -118,7 +119,7 @@ def test_the_end_of_padding(implementation, hidden, end):
     """Columns hidden from a row; of 12, the last four are of new tokens."""
     columns = torch.stack([(torch.arange(T) >= begin) & (torch.arange(T) < end) for begin, end in hidden])
     given = ~columns if "flash" in implementation else ~columns[:, None, None] & torch.ones(Q, T, dtype=torch.bool).tril(T - Q)
-    fits, found, shown_from = padding_columns(given, *visible(implementation, given, B, Q, T, CPU, {}), Q, T)
+    fits, found, shown_from = padding_columns(None, given, *visible(implementation, given, B, Q, T, CPU, {}), Q, T)
     assert fits and torch.equal(found, columns) and shown_from == end
 
 
@@ -142,3 +143,22 @@ def test_masks_of_new_tokens_over_pages_of_each_head(monkeypatch, kind, kernels)
     first, stored = held.paged.sinks[0].shape[2], hidden.shape[2] - held.paged.sinks[0].shape[2] - held.paged.ring[0].shape[2]
     sums = torch.cat([sums[..., : first + stored], sums[..., -held.paged.ring[0].shape[2] :]], dim=-1)
     assert_close(sums, totals, limit)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("implementation", ["sdpa", "flash_attention_2"])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_mask_may_be_rewritten_between_steps(implementation, layers):
+    """Without a version, as in inference mode: for a retry after `crop`, or for a second cache. Layers of a step share what was found."""
+    given = torch.ones(1, T, dtype=torch.bool) if "flash" in implementation else torch.ones(1, 1, Q, T, dtype=torch.bool).tril(T - Q)
+    for columns in ([3], [3, 10]):  # the step, and another with the same mask
+        given[..., columns] = False
+        found = []
+        for layer in range(layers):
+            module = SimpleNamespace(layer_idx=layer)
+            padding = padding_columns(module, given, *visible(implementation, given, 1, Q, T, CPU, {}), Q, T)
+            new = new_tokens(implementation, module, given, 1, Q, CPU)
+            assert padding.columns[0].nonzero().flatten().tolist() == columns
+            assert (new.is_valid is None) == (columns == [3])
+            found.append(padding.columns)
+        assert all(x is found[0] for x in found)

@@ -1,12 +1,12 @@
 """`Rope`: keys turned from one position to another, against the models' own rotary modules and against a rotation in fp64."""
 
 import copy
-import importlib
 
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, LlamaConfig
 
+from qkvcache.attention.model_code import code_of
 from qkvcache.attention.rope import Rope
 from tests.seeds import SEED
 
@@ -38,6 +38,8 @@ MODELS = {
     "gpt_oss": ("gpt_oss", YARN, 16, False),
     "gemma3": ("gemma3_text", HYBRID, 16, False),
 }
+if "exaone" in CONFIG_MAPPING:  # from transformers 5.24 on, with the code of Llama
+    MODELS["exaone"] = ("exaone", {}, 16, False)
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
@@ -55,7 +57,7 @@ class Model:
 
     def __init__(self, config):
         self.config = config
-        self.module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
+        self.module = code_of(config)
         self.rotary = next(k for n, k in vars(self.module).items() if n.endswith("RotaryEmbedding") and isinstance(k, type))(config)
         self.layer_type = ("full_attention",) if config.model_type == "gemma3_text" else ()
 

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import DynamicCache
+from families_models import Family, build
+from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface, PreTrainedModel
 
-from qkvcache import CompressedCache
+from qkvcache import CompressedCache, H2OCache
 from qkvcache.attention import CompressedKV, install, installed, uninstall
 from qkvcache.attention.route import MAX_QUERIES, NAME, route
 from qkvcache.kernels import attend
@@ -37,7 +38,8 @@ def bare():
 
 
 def transformers_state() -> tuple:
-    return AttentionInterface.__dict__["get_interface"], *(dict(registry._global_mapping) for registry in REGISTRIES)
+    methods = AttentionInterface.__dict__["get_interface"], PreTrainedModel.__dict__["get_correct_attn_implementation"]
+    return *methods, *(dict(registry._global_mapping) for registry in REGISTRIES)
 
 
 def handles(queries: int = 1) -> tuple[CompressedKV, CompressedKV]:
@@ -276,3 +278,58 @@ def test_the_mask_may_come_by_position_or_name():
     b, _ = route(recorder()[0], "sdpa", MODULE, query, key, value, attention_mask=mask)
     c, _ = route(recorder()[0], "sdpa", MODULE, query, key, value, None)
     assert torch.equal(a, b) and not torch.equal(a, c)
+
+
+# The attention implementation `qkvcache`
+
+
+@pytest.mark.parametrize("name", ["t5", "inkling_text", "gemma2", "gpt_oss", "mimo_v2_flash"])
+def test_qkvcache_attention_equals_the_models_own(name):
+    """Position bias, softcap and attention sinks; with plain and with compressed layers."""
+    install()
+    own, other = Family(name), Family(name, NAME)
+    for cache in (other.dynamic(), other.cache()):
+        assert_close(other.generate(own.ids, cache, own.forced), own.base, 1e-3)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "hy_v4", "git", "bigbird_pegasus", "bloom", "falcon"])
+def test_qkvcache_attention_is_offered_where_sdpa_is(name):
+    """Attention in code of the model's own, or that only eager attention has; set at once and later."""
+    install()
+    network = build(name)
+    kind, before = type(network), network.config._attn_implementation
+    wanted = rf"attn_implementation='qkvcache' on {kind.__name__}, .* use '{'sdpa' if name == 'falcon' else 'eager'}'"
+    with pytest.raises(ValueError, match=wanted):
+        build(name, NAME)
+    if network._can_set_attn_implementation():
+        with pytest.raises(ValueError, match=wanted):
+            network.set_attn_implementation(NAME)
+    assert network.config._attn_implementation == before
+
+
+def test_empty_columns_of_a_static_cache_are_hidden():
+    network, mode = model("llama", NAME), MODES["chunked"]
+    static = steps(network, StaticCache(config=network.config, max_cache_len=2 * sum(mode.sizes)), mode)
+    for got, expected in zip(static, steps(network, DynamicCache(config=network.config), mode), strict=True):
+        assert_close(got, expected, of_model(network))
+
+
+@pytest.mark.parametrize("implementation", [NAME, "flash_attention_2"])
+def test_keywords_that_no_kernel_knows_reach_the_stock_function(implementation, recwarn):
+    key, value = handles()
+    stock, calls = recorder()
+    out, _ = route(stock, implementation, MODULE, torch.randn(2, 4, 1, 32), key, value, None, block_indices=1, position_ids=2)
+    assert out == "out" and calls[0][1]["block_indices"] == 1
+    assert any("block_indices" in str(warning.message) for warning in recwarn)
+
+
+def test_a_policy_refuses_what_is_about_columns():
+    layer = H2OCache(budget=8).layer_class_to_replicate()
+    query, new = torch.randn(1, 4, 12, 32), (torch.randn(1, 2, 12, 32), torch.randn(1, 2, 12, 32))
+    stock, calls = recorder()
+    route(stock, NAME, MODULE, query, *layer.update(*new), None)
+    key, value = layer.update(*new)
+    for name in ("position_bias", "block_indices"):
+        with pytest.raises(NotImplementedError, match=f"{name}.*leave out the policy"):
+            route(stock, NAME, MODULE, query, key, value, None, **{name: torch.zeros(1, 4, 12, 24)})
+    assert len(calls) == 1

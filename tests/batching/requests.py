@@ -9,16 +9,16 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from qkvcache import CompressedCache
+from qkvcache.releases import passing
 from tests.matrix import MODELS, model
+from tests.releases import BATCHING
 from tests.seeds import SEED
 
-if Version(transformers.__version__) < Version("5.19"):
-    pytest.skip("continuous batching needs transformers 5.19", allow_module_level=True)
+if not BATCHING:
+    pytest.skip("continuous batching needs transformers 5.24", allow_module_level=True)
 
 from qkvcache.batching import attention, store, transformers_adapter  # noqa: E402, F401
 
@@ -149,7 +149,7 @@ def single(network, ids: list[int], format, new: int = NEW, chunk: int | None = 
         for _ in range(new):
             for begin in range(0, len(given), chunk or len(given)):
                 part = torch.tensor([given[begin : begin + (chunk or len(given))]], device=network.device)
-                logits = network(part, past_key_values=cache).logits[0, -1]
+                logits = network(part, **passing(cache)).logits[0, -1]
             first, second = logits.topk(2).values.tolist()
             margins.append((first - second) / logits.abs().max().item())
             given = [int(logits.argmax())]

@@ -13,10 +13,11 @@ from qkvcache import CompressedCache, continuous_batching, demo
 from qkvcache.caches import arguments
 from qkvcache.formats import TurboQuant
 from qkvcache.kernels.pages import BLOCK
+from qkvcache.releases import passing
 from tests.caches.test_attention_budget import BUDGET, ZONE, read_few
 from tests.matrix import FORMATS, model, slowly
 
-from .requests import LENGTHS, ZONES, answers, assert_same, greedy, llama, pool, prompts, serving, single
+from .requests import LENGTHS, NEW, ZONES, answers, assert_same, greedy, llama, pool, prompts, serving, single
 
 AttentionInterface.register("read_few_of_pages", functools.partial(read_few, paged=True))
 AttentionMaskInterface.register("read_few_of_pages", sdpa_mask)
@@ -35,6 +36,21 @@ def test_alone_together_and_single(format):
     with continuous_batching(network, chosen, num_sink_tokens=0, residual_length=0), serving(network) as manager:
         (bare,) = answers(manager, ids[:1])
     assert assert_same(bare, single(network, ids[0], chosen, num_sink_tokens=0, residual_length=0))
+
+
+@pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
+def test_pages_of_every_layer_hold_each_token_compressed(format):
+    """All tokens of prompts and answers, but the last one of an answer, which no step reads."""
+    network, ids = llama(), prompts(70, 5, 140)
+    with continuous_batching(network, format, **ZONES), serving(network) as manager:
+        answers(manager, ids)
+        (group,) = manager.cache.store.groups
+        for (keys, values), _ in group.views.values():
+            for plane in (*keys.values(), *values.values()):
+                written = (plane.view(torch.uint8) != 0).any(-1).any(1)
+                assert int(written.sum()) == sum(map(len, ids)) + len(ids) * (NEW - 1)
+    dense = 2 * group.layout.heads * group.layout.head_dim * group.layout.dtype.itemsize
+    assert len(group.views) == 3 and group.layout.page.nbytes < 0.3 * dense * group.layout.page_size
 
 
 @pytest.mark.parametrize(("sinks", "budget"), [(0, BLOCK), (BLOCK, BLOCK), (0, 0.5)])
@@ -73,5 +89,5 @@ def test_requests_together_answer_as_generate_does():
         for max_length in (None, 532):
             cache = CompressedCache(network.config, format=format, max_length=max_length)
             given = torch.tensor([one])
-            alone = network.generate(given, attention_mask=given >= 0, generation_config=greedy(), past_key_values=cache)
+            alone = network.generate(given, attention_mask=given >= 0, generation_config=greedy(), **passing(cache))
             assert alone[0, len(one) :].tolist() == output.generated_tokens

@@ -1,151 +1,151 @@
-"""What compressed pages take for granted of transformers' continuous batching; on releases before it, that they are refused."""
+"""What compressed pages take for granted of transformers' continuous batching."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
-from packaging.version import Version
 
 from qkvcache import continuous_batching, formats
 from qkvcache.batching.context import check_config
+from qkvcache.releases import LAST_TESTED
 from tests.matrix import MODELS, UNSUPPORTED, model
+from tests.releases import BATCHING
+
+if not BATCHING:
+    pytest.skip("continuous batching needs transformers 5.24", allow_module_level=True)
+
+from transformers import masking_utils
+from transformers.generation.continuous_batching import continuous_api, input_outputs, requests
+from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
+from transformers.generation.continuous_batching.cache_allocators import CachePool, FullAttentionCacheAllocator
+from transformers.generation.continuous_batching.cache_allocators.cache_allocator import BlockLedger
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
+from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+from transformers.generation.continuous_batching.scheduler import Scheduler
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from qkvcache.batching import transformers_adapter as adapter
+
+from .requests import ZONES, answers, assert_same, greedy, pool, prompts, serving, single
 
 pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")]
-TOO_OLD = Version(transformers.__version__) < Version("5.19")
-recent = pytest.mark.skipif(TOO_OLD, reason="transformers before 5.19")
-if not TOO_OLD:
-    from transformers.generation.continuous_batching import continuous_api, input_outputs, requests
-    from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
-    from transformers.generation.continuous_batching.cache_allocators import CachePool, FullAttentionCacheAllocator
-    from transformers.generation.continuous_batching.cache_allocators.cache_allocator import BlockLedger
-    from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
-    from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
-    from transformers.generation.continuous_batching.scheduler import Scheduler
-
-    from qkvcache.batching import transformers_adapter as adapter
-
-    manager, processor = continuous_api.ContinuousBatchingManager, continuous_api.ContinuousBatchProcessor
-    ATTRIBUTES = {
-        manager: "batch_processor input_queue cancel_queue output_router background_thread_status distributed_helper is_tp_driver model "
-        "generation_config continuous_batching_config logit_processor num_return_sequences _original_attn_impl _use_prefix_sharing "
-        "_wake_up_loop _request_counter _request_lock",
-        continuous_api.OutputRouter: "result_handlers _lock",
-        processor: "cache scheduler inputs_and_outputs logit_processor do_sample model_runner",
-        Scheduler: "waiting_requests active_requests starved_requests block_new_requests",
-        input_outputs.ContinuousBatchingIOs: "cache block_table use_block_table compute_stream",
-        input_outputs.ContinuousBatchingAsyncIOs: "io_pairs",
-        input_outputs.HostDeviceIOPair: "host_io device_io",
-        requests.RequestState: "is_cpu_offloaded status position_offset initial_tokens generated_tokens _true_initial_tokens request_id "
-        "logit_processor_kwargs",
-        requests.FutureRequestState: "state query_length has_new_token",
-        ContinuousBatchingLogitsProcessorList: "supported_keys tensors_required do_processing",
-        PagedAttentionMemoryHandler: "num_attention_masks num_groups io_multiplier cb_config available_memory",
-        PagedAttentionCache: "cache_tensor cache_allocators layer_to_allocator bytes_per_sector tokens_per_sector max_batch_tokens "
-        "num_sectors pool use_prefix_sharing num_blocks max_tokens_read max_decode_fast_path_length max_blocks_per_request "
-        "read_cache_limit",
-        FullAttentionCacheAllocator: "num_key_value_heads head_dim layer_indices tokens_per_page bytes_per_block block_table pool ledger "
-        "use_block_sharing write_trash_index _copy_view bytes_per_sector blocks_per_sector index",
-        CachePool: "free_sectors num_free_sectors",
-        BlockLedger: "cached_blocks block_to_hash hash_to_block acquire release",
-    }
-    """Attributes that are read or set."""
-    CALLS = {
-        "preemption alone frees without caching": (OffloadingManager, "free_blocks(state.request_id, no_cache=True)"),
-        "a request that has no room": (processor, adapter.CompressedProcessor.NO_ROOM),
-        "a step marks what it has completed": (processor, "self.cache.mark_complete_blocks(state, future_state.complete_blocks)"),
-        "forks are planned by the cache": (processor, "self.cache.prepare_fork_request("),
-        "a fork copies through the cache": (processor, "self.cache.perform_cache_copy("),
-        "a reset frees through the cache": (processor, "self.cache.free_all_requests()"),
-        "a request that waits is added": (processor, "self.scheduler.add_waiting_request(state)"),
-        "a preempted request waits": (OffloadingManager, "scheduler.add_waiting_request(new_state)"),
-        "requests are chosen of the candidates": (Scheduler.__subclasses__()[0], "self._get_waiting_candidates()"),
-        "a request ends in the cache": (Scheduler.finish_request, "self.cache.free_blocks(request_id)"),
-        "a cancelled request ends in the cache": (Scheduler.clear_cancelled_requests, "self.cache.free_blocks(request_id)"),
-        "the past is that before the call": (
-            input_outputs.ContinuousBatchingIOs.prepare_batch_tensors, "past_length = state.position_offset",
-        ),
-        "indices are asked of the cache": (
-            input_outputs.ContinuousBatchingIOs.prepare_batch_tensors, "self.cache.extend_read_and_write_indices(",
-        ),
-        "the block table is asked of the cache": (
-            input_outputs.ContinuousBatchingIOs.prepare_batch_tensors, "self.cache.fill_block_table(",
-        ),
-        "both sides of a pair are inputs": (input_outputs.HostDeviceIOPair, "self.host_io = ContinuousBatchingIOs("),
-        "cached tokens move the offset": (Scheduler._infer_request_tokens, "state.position_offset += prefill_length"),
-        "a graph has a key": (input_outputs.ContinuousBatchingIOs.get_graph, "self._get_graph_key()"),
-        "the model keeps its manager": (manager.stop, "self.model._cached_continuous_batching_manager = self"),
-        "children have names": (processor.update_batch, "__child#"),
-    }  # fmt: skip
-    """Where transformers calls what is overridden, and texts that are compared."""
-    CALLED = {
-        transformers.GenerationMixin.init_continuous_batching: "generation_config continuous_batching_config workload_hints",
-        manager.__init__: "model generation_config continuous_batching_config workload_hints",
-        processor.__init__: (
-            "cache config generation_config continuous_batching_config logit_processor input_queue cancel_queue output_router "
-            "background_thread_status model_device model_dtype scheduler distributed_helper"
-        ),
-        processor._handle_request_error: "error state",
-        Scheduler.__init__: "cache safety_margin max_requests_per_batch",
-        Scheduler.add_waiting_request: "state",
-        Scheduler._get_waiting_candidates: "",
-        Scheduler._infer_request_tokens: "state request_ids_to_remove_from_waiting",
-        Scheduler.clear_cancelled_requests: "",
-        Scheduler.finish_request: "request_id",
-        ContinuousBatchingLogitsProcessorList.check_kwargs: "kwargs",
-        PagedAttentionMemoryHandler.__init__: (
-            "config cb_config dtype bytes_per_sector tokens_per_sector bytes_per_block attn_types model_supports_logits_to_keep"
-        ),
-        PagedAttentionCache.__init__: "config continuous_batching_config device distributed_helper dtype model_supports_logits_to_keep",
-        FullAttentionCacheAllocator._before_cache_tensor_init: "index layer_indices tokens_per_page bytes_per_page allow_block_sharing",
-        FullAttentionCacheAllocator._after_cache_tensor_init: "non_trash_bytes bytes_per_sector cache_tensor pool",
-        FullAttentionCacheAllocator.get_bytes_per_page: "num_key_value_heads head_dim cache_dtype page_size",
-        FullAttentionCacheAllocator.match_prefix_blocks: "prompt_ids",
-        FullAttentionCacheAllocator.acquire_prefix_blocks: "request_id prefix_len block_ids",
-        FullAttentionCacheAllocator.mark_complete_blocks: "request_id token_ids new_new_blocks",
-        BlockLedger.release: "block_id no_cache",
-        CachePool.free_blocks: "index block_ids",
-        adapter.group_layers_by_attn_type: "config",
-        CachePool.__init__: "num_sectors num_allocators num_reserved_sectors",
-        adapter.update_cb_config_after_cache_creation: "cb_config num_blocks max_batch_tokens",
-    }
-    """The parameters of functions that are called."""
-else:
-    adapter, ATTRIBUTES, CALLS, CALLED = None, {}, {}, {}
+manager, processor = continuous_api.ContinuousBatchingManager, continuous_api.ContinuousBatchProcessor
+ATTRIBUTES = {
+    manager: "batch_processor input_queue cancel_queue output_router background_thread_status distributed_helper is_tp_driver model "
+    "generation_config continuous_batching_config logit_processor num_return_sequences _original_attn_impl _use_prefix_sharing "
+    "_wake_up_loop _request_counter _request_lock",
+    continuous_api.OutputRouter: "result_handlers _lock",
+    processor: "cache scheduler inputs_and_outputs logit_processor do_sample model_runner",
+    Scheduler: "waiting_requests active_requests starved_requests block_new_requests",
+    input_outputs.ContinuousBatchingIOs: "cache block_table use_block_table compute_stream",
+    input_outputs.ContinuousBatchingAsyncIOs: "io_pairs",
+    input_outputs.HostDeviceIOPair: "host_io device_io",
+    requests.RequestState: "is_cpu_offloaded status position_offset initial_tokens generated_tokens _true_initial_tokens request_id "
+    "logit_processor_kwargs",
+    requests.FutureRequestState: "state query_length has_new_token",
+    ContinuousBatchingLogitsProcessorList: "supported_keys tensors_required do_processing",
+    PagedAttentionMemoryHandler: "num_attention_masks num_groups io_multiplier cb_config available_memory",
+    PagedAttentionCache: "cache_tensor cache_allocators layer_to_allocator bytes_per_sector tokens_per_sector max_batch_tokens "
+    "num_sectors pool use_prefix_sharing num_blocks max_tokens_read max_decode_fast_path_length max_blocks_per_request "
+    "read_cache_limit",
+    FullAttentionCacheAllocator: "num_key_value_heads head_dim layer_indices tokens_per_page bytes_per_block block_table pool ledger "
+    "use_block_sharing write_trash_index _copy_view bytes_per_sector blocks_per_sector index",
+    CachePool: "free_sectors num_free_sectors",
+    BlockLedger: "cached_blocks block_to_hash hash_to_block acquire release",
+}
+"""Attributes that are read or set."""
+CALLS = {
+    "preemption alone frees without caching": (OffloadingManager, "free_blocks(state.request_id, no_cache=True)"),
+    "a request that has no room": (processor, adapter.CompressedProcessor.NO_ROOM),
+    "a step marks what it has completed": (processor, "self.cache.mark_complete_blocks(state, future_state.complete_blocks)"),
+    "forks are planned by the cache": (processor, "self.cache.prepare_fork_request("),
+    "a fork copies through the cache": (processor, "self.cache.perform_cache_copy("),
+    "a reset frees through the cache": (processor, "self.cache.free_all_requests()"),
+    "a request that waits is added": (processor, "self.scheduler.add_waiting_request(state)"),
+    "a preempted request waits": (OffloadingManager, "scheduler.add_waiting_request(new_state)"),
+    "requests are chosen of the candidates": (Scheduler.__subclasses__()[0], "self._get_waiting_candidates()"),
+    "a request ends in the cache": (Scheduler.finish_request, "self.cache.free_blocks(request_id)"),
+    "a cancelled request ends in the cache": (Scheduler.clear_cancelled_requests, "self.cache.free_blocks(request_id)"),
+    "the past is that before the call": (
+        input_outputs.ContinuousBatchingIOs.prepare_batch_tensors, "past_length = state.position_offset",
+    ),
+    "indices are asked of the cache": (
+        input_outputs.ContinuousBatchingIOs.prepare_batch_tensors, "self.cache.extend_read_and_write_indices(",
+    ),
+    "the block table is asked of the cache": (
+        input_outputs.ContinuousBatchingIOs.prepare_batch_tensors, "self.cache.fill_block_table(",
+    ),
+    "both sides of a pair are inputs": (input_outputs.HostDeviceIOPair, "self.host_io = ContinuousBatchingIOs("),
+    "cached tokens move the offset": (Scheduler._infer_request_tokens, "state.position_offset += prefill_length"),
+    "a graph has a key": (input_outputs.ContinuousBatchingIOs.get_graph, "self._get_graph_key()"),
+    "the model keeps its manager": (manager.stop, "self.model._cached_continuous_batching_manager = self"),
+    "children have names": (processor.update_batch, "__child#"),
+    "a model passes keys and values to the cache": (
+        LlamaAttention, "cache.update(key_states, value_states, self.layer_idx, kwargs=kwargs)",
+    ),
+    "a model makes no mask for a paged cache": (masking_utils, "if isinstance(cache, PagedAttentionCache):"),
+}  # fmt: skip
+"""Where transformers calls what is overridden, and texts that are compared."""
+CALLED = {
+    transformers.GenerationMixin.init_continuous_batching: "generation_config continuous_batching_config workload_hints",
+    manager.__init__: "model generation_config continuous_batching_config workload_hints",
+    processor.__init__: (
+        "cache config generation_config continuous_batching_config logit_processor input_queue cancel_queue output_router "
+        "background_thread_status model_device model_dtype scheduler distributed_helper"
+    ),
+    processor._handle_request_error: "error state",
+    Scheduler.__init__: "cache safety_margin max_requests_per_batch",
+    Scheduler.add_waiting_request: "state",
+    Scheduler._get_waiting_candidates: "",
+    Scheduler._infer_request_tokens: "state request_ids_to_remove_from_waiting",
+    Scheduler.clear_cancelled_requests: "",
+    Scheduler.finish_request: "request_id",
+    ContinuousBatchingLogitsProcessorList.check_kwargs: "kwargs",
+    PagedAttentionMemoryHandler.__init__: (
+        "config cb_config dtype bytes_per_sector tokens_per_sector bytes_per_block attn_types model_supports_logits_to_keep kv_tp_size"
+    ),
+    PagedAttentionCache.__init__: "config continuous_batching_config device distributed_helper dtype model_supports_logits_to_keep",
+    FullAttentionCacheAllocator._before_cache_tensor_init: "index layer_indices tokens_per_page bytes_per_page allow_block_sharing",
+    FullAttentionCacheAllocator._after_cache_tensor_init: "non_trash_bytes bytes_per_sector cache_tensor pool",
+    FullAttentionCacheAllocator.get_bytes_per_page: "num_key_value_heads head_dim cache_dtype page_size",
+    FullAttentionCacheAllocator.match_prefix_blocks: "prompt_ids",
+    FullAttentionCacheAllocator.acquire_prefix_blocks: "request_id prefix_len block_ids",
+    FullAttentionCacheAllocator.mark_complete_blocks: "request_id token_ids new_new_blocks",
+    BlockLedger.release: "block_id no_cache",
+    CachePool.free_blocks: "index block_ids",
+    adapter.group_layers_by_attn_type: "config",
+    CachePool.__init__: "num_sectors num_allocators num_reserved_sectors",
+    adapter.update_cb_config_after_cache_creation: "cb_config num_blocks max_batch_tokens",
+}
+"""The parameters of functions that are called."""
 
 
-@pytest.mark.skipif(not TOO_OLD, reason="transformers 5.19 or later")
-def test_older_releases_are_refused():
-    with pytest.raises(NotImplementedError, match="needs transformers 5.19 to"):
-        continuous_batching(model("llama"))
-
-
-@recent
 @pytest.mark.parametrize("function", CALLED, ids=lambda function: function.__qualname__)
 def test_parameters(function):
     assert [name for name in inspect.signature(function).parameters if name != "self"] == CALLED[function].split()
 
 
-@recent
 def test_the_manager_adds_requests_as_that_of_transformers():
     for name, last in (("add_request", "eos_token_id"), ("add_requests", "max_new_tokens")):
         ours, stock = (list(inspect.signature(getattr(kind, name)).parameters) for kind in (adapter.CompressedManager, manager))
         assert ours[: ours.index(last) + 1] == stock[: stock.index(last) + 1] and stock[-1] == "logit_processor_kwargs"
 
 
-@recent
 def test_changed_parameters_are_refused(monkeypatch):
     """With the release that is installed, those that are supported, and the difference."""
     assert len(adapter.overridden()) > 15
     monkeypatch.setattr(adapter, "overridden", lambda: {Scheduler.finish_request: ["self", "request_id", "reason"]})
-    says = rf"needs transformers 5.19 to .*{re.escape(transformers.__version__)} differs.*finish_request takes \['self', 'request_id'\]"
+    says = rf"from 5.24 on, .* up to {LAST_TESTED}; {re.escape(transformers.__version__)} differs.*takes \['self', 'request_id'\], not"
     with pytest.raises(NotImplementedError, match=says):
         adapter.check_release()
 
 
-@recent
 @pytest.mark.parametrize("kind", ATTRIBUTES, ids=lambda kind: kind.__name__)
 def test_attributes(kind):
     sources = [inspect.getsource(base) for base in kind.__mro__ if base.__module__.startswith("transformers")]
@@ -154,14 +154,12 @@ def test_attributes(kind):
     assert set(ATTRIBUTES[kind].split()) <= known
 
 
-@recent
 @pytest.mark.parametrize("promise", CALLS)
 def test_calls(promise):
     where, text = CALLS[promise]
     assert text in inspect.getsource(where)
 
 
-@recent
 def test_only_the_adapter_knows_continuous_batching():
     """The server has its own contract test: it is a subclass of transformers' server."""
     from tests.test_house import FILES, imports
@@ -170,7 +168,6 @@ def test_only_the_adapter_knows_continuous_batching():
     assert [name for name in FILES if any(found.startswith(stock) for found in imports(name))] == ["batching/transformers_adapter.py"]
 
 
-@recent
 @pytest.mark.parametrize("name", MODELS)
 def test_models_are_served_or_refused(name):
     """Before anything is changed."""
@@ -182,18 +179,16 @@ def test_models_are_served_or_refused(name):
             continuous_batching(network)
         assert "init_continuous_batching" not in network.__dict__
         return
-    from .requests import answers, prompts, serving
-
     with continuous_batching(network, "int8", residual_length=4), serving(network, new=4, max_batch_tokens=40) as manager:
         assert [len(tokens) for tokens in answers(manager, prompts(70, 3))] == [4, 4]
     assert network.config._attn_implementation != "qkvcache_pages"
 
 
-@recent
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (transformers.GPTJConfig, "gptj computes attention itself"),
+        (transformers.FalconConfig, "falcon computes attention itself"),
+        (transformers.DiffLlamaConfig, "diffllama computes with keys or values"),
         (transformers.Llama4TextConfig, "has chunked_attention layers: .* no allocator"),
         (transformers.BambaConfig, "has linear_attention layers: .* no allocator"),
         (transformers.FalconH1Config, "has hybrid layers: .* no allocator .* attention alone"),
@@ -206,7 +201,36 @@ def test_models_that_are_refused(config, says):
         check_config(config())
 
 
-@recent
+def test_a_layer_that_stores_nothing_ends_the_batch(monkeypatch):
+    """Its answers would be those of the new tokens alone."""
+    network = model("llama")
+    monkeypatch.setattr(network.model.layers[1].self_attn, "forward", lambda hidden_states, **_: (hidden_states, None))
+    with continuous_batching(network, "identity"):
+        (output,) = network.generate_batch(prompts(20), generation_config=greedy(4), continuous_batching_config=pool()).values()
+    assert re.search(r"LlamaForCausalLM: layers \[1\] stored nothing", output.error)
+
+
+@pytest.mark.parametrize("config", [transformers.GPTNeoXConfig, functools.partial(transformers.BertConfig, is_decoder=True)])
+def test_models_that_transformers_pages_do_not_fit(config):
+    """Those that pass no keywords to `update`, and those that ask the cache for its length."""
+    network = transformers.AutoModelForCausalLM.from_config(
+        config(vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, initializer_range=0.2)
+    ).eval()
+    with continuous_batching(network, "identity", **ZONES), serving(network, new=4) as manager:
+        got = answers(manager, prompts(70, 9))
+    for one, tokens in zip(prompts(70, 9), got, strict=True):
+        assert_same(tokens, single(network, one, None, new=4, cache=transformers.DynamicCache()))
+
+
+@pytest.mark.parametrize("change", [lambda x: x.transpose(1, 2), lambda x: torch.cat([x, x], dim=1), lambda x: x.repeat(1, 2, 1, 1)])
+def test_a_model_that_changes_its_keys_is_refused(change):
+    """Pages would hold others than those it attends to."""
+    key, _ = adapter.CompressedPagedCache.update(SimpleNamespace(store=None), *torch.zeros(2, 1, 2, 3, 8), 0)
+    assert key.shape == (1, 2, 3, 8)
+    with pytest.raises(NotImplementedError, match="after it passed them to the cache"):
+        change(key)
+
+
 def test_arguments_are_refused_where_they_are_given(tmp_path):
     network = model("llama")
     for error, options in (
@@ -226,18 +250,12 @@ def test_arguments_are_refused_where_they_are_given(tmp_path):
     with continuous_batching(network), pytest.raises(ValueError, match="already"):
         continuous_batching(network)
     assert "init_continuous_batching" not in network.__dict__
-    with continuous_batching(network, "int8"):
-        from .requests import pool
-
-        with pytest.raises(ValueError, match="page_size=100"):
-            network.init_continuous_batching(continuous_batching_config=pool(page_size=100)).warmup()
+    with continuous_batching(network, "int8"), pytest.raises(ValueError, match="page_size=100"):
+        network.init_continuous_batching(continuous_batching_config=pool(page_size=100)).warmup()
     assert network.config._attn_implementation == "sdpa"
 
 
-@recent
 def test_statistics_are_kept_and_fit_one_model_and_format(tmp_path):
-    from .requests import answers, prompts, serving
-
     network, ids, path = model("llama"), prompts(30, 20), tmp_path / "statistics.safetensors"
     with continuous_batching(network, "int8", residual_length=0) as batching, serving(network, new=4) as manager:
         with pytest.raises(ValueError, match="no statistics yet"):

@@ -13,6 +13,7 @@ from qkvcache.attention import full
 from qkvcache.batching import shares
 from qkvcache.formats import Int8
 from qkvcache.kernels import pages
+from qkvcache.releases import passing
 from tests.reference import count_fused
 
 from .requests import ZONES, answers, assert_same, attention, collect, llama, prompts, serving, single, store, watch_offloading
@@ -33,7 +34,7 @@ def steps(net, ids: list[int], format: str, new: int) -> tuple[list[int], list[f
     given, tokens, margins = torch.tensor([ids], device="cuda"), [], []
     with torch.no_grad():
         for _ in range(new):
-            logits = net(given, past_key_values=cache).logits[0, -1].float()
+            logits = net(given, **passing(cache)).logits[0, -1].float()
             first, second = logits.topk(2).values.tolist()
             margins.append((first - second) / logits.abs().max().item() / 20)  # fp16 rounds more
             given = logits.argmax().view(1, 1)

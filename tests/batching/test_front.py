@@ -10,15 +10,14 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import transformers
-from packaging.version import Version
 
 from qkvcache import demo, models
+from tests.releases import BATCHING
 
 pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
-if Version(transformers.__version__) < Version("5.19"):
-    pytest.skip("transformers has no page allocators", allow_module_level=True)
+if not BATCHING:
+    pytest.skip("continuous batching needs transformers 5.24", allow_module_level=True)
 
 from qkvcache.batching import server as serving  # noqa: E402
 from tests.batching.requests import PATIENCE, listening, until, waiting  # noqa: E402

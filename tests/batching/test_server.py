@@ -8,25 +8,26 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
-from transformers import ContinuousBatchingConfig
 from typer.testing import CliRunner
 
 from qkvcache import CompressedCache, demo, models
-from qkvcache.batching import continuous_batching
 from qkvcache.cli import app
+from qkvcache.formats import TurboQuant
+from tests.releases import BATCHING
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
-if Version(transformers.__version__) < Version("5.19"):
-    pytest.skip("transformers has no page allocators", allow_module_level=True)
+if not BATCHING:
+    pytest.skip("continuous batching needs transformers 5.24", allow_module_level=True)
 
 from qkvcache.batching import server as serving  # noqa: E402
 from tests.batching.requests import PATIENCE, listening, until  # noqa: E402
 
 FORMAT = "turboquant_4bit_nc"
-CACHE = {"format": FORMAT, "residual_length": 16}
+CACHE = {
+    "format": TurboQuant(center=False),
+    "residual_length": 16,
+}  # a mean would be that of the first prompts, and of each one in `generate`
 OPTIONS = {"host": "127.0.0.1", "port": 0, "device": "cpu", "dtype": "float32", "cb_num_blocks": 16, "cb_max_batch_tokens": 512}
 PROMPT = "The code word of Anna is dilzon. {} What is the code word of Anna? The code word of Anna is"
 CHAT = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -65,26 +66,31 @@ def prompts(count: int) -> list[str]:
 
 
 def generated(folder: str, asked: list[str], tokens: int) -> list[str]:
-    """By `generate_batch` with pages of the same options."""
+    """By `generate`, one after another, with a cache of the same options."""
     model, tokenizer = models.load(folder)
-    with continuous_batching(model, **CACHE):
-        config = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=512)
-        inputs = [tokenizer(prompt)["input_ids"] for prompt in asked]
-        found = model.generate_batch(inputs, continuous_batching_config=config, max_new_tokens=tokens)
-    return [tokenizer.decode(output.generated_tokens, skip_special_tokens=True) for output in found.values()]
+    found = []
+    for prompt in asked:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        cache = CompressedCache(model.config, **CACHE)
+        ids = model.generate(**inputs, cache=cache, do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens)
+        assert cache.get_seq_length() == ids.shape[1] - 1 and cache.memory().ratio > 1
+        found.append(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    return found
 
 
 def complete(server, folder: str, prompt: str, tokens: int = 6) -> str:
     return client(server).completions.create(model=folder, prompt=prompt, max_tokens=tokens, temperature=0).choices[0].text
 
 
-def test_answers_are_those_of_generate_alone_and_together(server, folder):
+def test_served_answers_are_those_of_generate(server, folder):
     asked = prompts(3)
     expected = generated(folder, asked, 6)
     assert expected[0].startswith(" dilzon")
     assert [complete(server, folder, prompt) for prompt in asked] == expected
     with ThreadPoolExecutor(6) as threads:
         assert list(threads.map(lambda prompt: complete(server, folder, prompt), asked * 2)) == expected * 2
+    layout = server.batching.manager.cache.store.groups[0].layout
+    assert layout.page.nbytes < 0.2 * 2 * layout.heads * layout.head_dim * 4 * layout.page_size  # in fp32
 
 
 def test_streaming(server, folder):
@@ -145,7 +151,7 @@ def test_requests_for_another_model_are_refused(server):
 
 
 def test_the_served_model_is_listed(server, folder):
-    assert [model.id for model in client(server).models.list()] == [folder]
+    assert [(model.id, model.status["value"]) for model in client(server).models.list()] == [(folder, "loaded")]
 
 
 def test_a_reset_server_serves_compressed_pages_again(server, folder):

@@ -1,4 +1,4 @@
-"""What the server relies on in transformers' server, on the oldest release with page allocators and on the newest."""
+"""What the server relies on in transformers' server."""
 
 import ast
 import inspect
@@ -6,12 +6,12 @@ import textwrap
 from pkgutil import resolve_name
 
 import pytest
-import transformers
-from packaging.version import Version
+
+from tests.releases import BATCHING
 
 pytestmark = pytest.mark.contract
-if Version(transformers.__version__) < Version("5.19"):
-    pytest.skip("transformers has no page allocators", allow_module_level=True)
+if not BATCHING:
+    pytest.skip("continuous batching needs transformers 5.24", allow_module_level=True)
 pytest.importorskip("fastapi")
 pytest.importorskip("openai")
 
@@ -39,10 +39,12 @@ def test_the_constructor_starts_the_server_last():
 
 def test_the_server_asks_the_instance_of_the_model_manager():
     source = inspect.getsource(server)
-    for call in ("model_manager.shutdown()", "model_manager.get_gen_models()", "model_manager.load_model_streaming("):
+    for call in ("model_manager.shutdown()", "model_manager.list_models()", "model_manager.load_model_streaming("):
         assert call in source
     assert "self.model_manager.load_model_and_processor(" in inspect.getsource(BaseHandler._resolve_model)
     assert "self.load_model_and_processor" in inspect.getsource(ModelManager.load_model_streaming)
+    listed = inspect.getsource(ModelManager.list_models)
+    assert "if self.force_model is not None:" in listed and "self.process_model_name(" in listed
     assert parameters(ModelManager.load_model_and_processor)[:2] == ["self", "model_id_and_revision"]
     assert ModelManager.process_model_name("demo") == "demo@main" and ModelManager.process_model_name("demo@v2") == "demo@v2"
 

@@ -25,8 +25,9 @@ def steps(patch: pytest.MonkeyPatch, format: str, ids: list[list[int]], **option
     patch.setenv("QKVCACHE_KERNELS", "triton")
     real, varlen, found = attention.paged_attention, attention.varlen_attention, []
 
-    def watched(module, query, *args, cache, block_table=None, **kwargs):
-        step = cache.store.step_of(module.layer_idx, block_table, query.shape[2])
+    def watched(module, query, key, *args, block_table=None, **kwargs):
+        store, layer = key.place
+        step = store.step_of(layer, block_table, query.shape[2])
         with counted(patch) as launches:
 
             def one(*args, **kwargs):
@@ -34,8 +35,8 @@ def steps(patch: pytest.MonkeyPatch, format: str, ids: list[list[int]], **option
                     return varlen(*args, **kwargs)
 
             patch.setattr(attention, "varlen_attention", one)
-            out = real(module, query, *args, cache=cache, block_table=block_table, **kwargs)
-        if step.chunks and module.layer_idx == 1:
+            out = real(module, query, key, *args, block_table=block_table, **kwargs)
+        if step.chunks and layer == 1:
             pasts = [past for chunks in step.chunks for past in chunks.batch.past.tolist()]
             found.append((sum(not past for past in pasts), sum(past > 0 for past in pasts), launches.names))
         return out
@@ -98,20 +99,25 @@ def test_what_kernels_keep_follows_the_statistics(monkeypatch):
     assert assert_same(got, single(network, ids, "turboquant_4bit_nc", new=4, chunk=64))
 
 
-def test_layers_are_compiled_once():
-    """For all layers, with the answers of layers that are not; afterwards they are not any more."""
-    network, ids, compiled, found = model("llama"), prompts(60, 36), [], []
+def test_layers_share_their_compiled_code():
+    """However many there are. They have the answers of layers that are not compiled; afterwards they are not any more."""
+    ids, counts = prompts(60, 36), []
 
     def backend(graph, inputs):
-        compiled.append(graph)
+        counts[-1] += 1
         return graph.forward
 
-    for options in ({}, {"varlen_compile_config": CompileConfig(backend=backend, dynamic=True, mode=None)}):
-        with (
-            torch.compiler.set_stance("default"),
-            continuous_batching(network, Int8(center=False), **ZONES),
-            serving(network, new=1, max_batch_tokens=48, **options) as running,
-        ):
-            found.append(answers(running, ids))
-    assert found[0] == found[1] and 0 < len(compiled) < 3 * len(transformers_adapter.decoder_layers(network))
-    assert not any(layer._compiled_call_impl for layer in transformers_adapter.decoder_layers(network))
+    for layers in (1, 6):
+        network, found = model("llama", layers=layers), []
+        torch.compiler.reset()
+        counts.append(0)
+        for options in ({}, {"varlen_compile_config": CompileConfig(backend=backend, dynamic=True, mode=None)}):
+            with (
+                torch.compiler.set_stance("default"),
+                continuous_batching(network, Int8(center=False), **ZONES),
+                serving(network, new=1, max_batch_tokens=48, **options) as running,
+            ):
+                found.append(answers(running, ids))
+        assert found[0] == found[1]
+        assert not any(layer._compiled_call_impl for layer in transformers_adapter.decoder_layers(network))
+    assert counts[0] == counts[1] > 0

@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from qkvcache import CompressedCache
+from qkvcache.releases import passing
 from tests.seeds import SEED
 
 
@@ -19,7 +20,7 @@ def main(checkpoint: str, output: str, plan: str | None) -> None:
     for format in ("identity", "turboquant_4bit_nc"):
         cache = CompressedCache(network.config, format=format, num_sink_tokens=2, residual_length=4)
         with torch.no_grad():
-            steps = [network(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 30), (30, 36), (36, 37), (37, 40))]
+            steps = [network(ids[:, a:b], **passing(cache)).logits for a, b in ((0, 30), (30, 36), (36, 37), (37, 40))]
         result[format] = torch.cat(steps, dim=1)
         result[f"{format} heads"] = cache.layers[0].storage.sinks[0].shape[1]
     if not parallel or torch.distributed.get_rank() == 0:

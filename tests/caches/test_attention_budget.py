@@ -12,6 +12,7 @@ from qkvcache import CompressedCache, TurboQuantCache, policies
 from qkvcache.attention.compressed_kv import warn_once
 from qkvcache.kernels.pages import BLOCK, MOST_QUERIES
 from qkvcache.kernels.select_blocks import GROUP, SAMPLED
+from qkvcache.releases import passing
 from tests.matrix import model
 from tests.reference import ZONES, assert_close, prompt, run
 
@@ -78,7 +79,7 @@ def test_many_new_tokens_share_choices(new, padded):
         for begin, end in ((0, 150), (150, 150 + new)):
             given = {"attention_mask": mask[:, :end], "position_ids": (mask[:, :end].cumsum(1) - 1).clamp_min(0)[:, begin:]}
             ways = (network, cache), (reference, dense), (network, whole)
-            got, expected, everything = (one(ids[:, begin:end], past_key_values=past, **given).logits for one, past in ways)
+            got, expected, everything = (one(ids[:, begin:end], **passing(past), **given).logits for one, past in ways)
     assert_close(got[mask[:, 150:] > 0], expected[mask[:, 150:] > 0], 1e-4)
     assert torch.allclose(got, everything, atol=1e-4) == (new > MOST_QUERIES)
 
@@ -90,7 +91,7 @@ def test_a_budget_changes_nothing_until_it_is_exceeded():
     caches = [TurboQuantCache(network.config, attention_budget=budget, **ZONE) for budget in (128, 0.5, BUDGET)]
     with torch.no_grad():
         for begin, end in ((0, 116), (116, 119), (119, 120)):
-            expected, *logits = (network(ids[:, begin:end], past_key_values=cache).logits for cache in (whole, *caches))
+            expected, *logits = (network(ids[:, begin:end], **passing(cache)).logits for cache in (whole, *caches))
             assert all(torch.equal(each, expected) for each in logits[:2])
     assert not torch.equal(logits[2], expected)
 
@@ -109,13 +110,13 @@ def test_compiled_steps(length):
     step = torch.compile(network.forward, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         for caches in (eager, cache):
-            network(ids[:, :140], past_key_values=caches)
+            network(ids[:, :140], **passing(caches))
         for at in range(140, 143):
             cache.get_mask_sizes(1, 0)
             mask = torch.ones(2, 1, 1, cache.get_mask_sizes(1, 0)[0], dtype=torch.bool)
             mask[..., at + 1 :] = False
-            got = step(ids[:, at : at + 1], attention_mask=mask, past_key_values=cache).logits
-            assert_close(got, network(ids[:, at : at + 1], past_key_values=eager).logits, 1e-4)
+            got = step(ids[:, at : at + 1], attention_mask=mask, **passing(cache)).logits
+            assert_close(got, network(ids[:, at : at + 1], **passing(eager)).logits, 1e-4)
 
 
 @pytest.mark.parametrize("change", ["fork", "reorder"])
@@ -124,16 +125,16 @@ def test_caches_that_change_their_rows(change):
     network, ids = model("llama"), torch.randint(3, 60, (2, 150))
     cache, fresh = (CompressedCache(network.config, format="int8", attention_budget=BUDGET, **ZONE) for _ in range(2))
     with torch.no_grad():
-        network(ids[:, :140], past_key_values=cache)
+        network(ids[:, :140], **passing(cache))
         rows = ids
         if change == "reorder":
             cache.reorder_cache(torch.tensor([1, 0]))
             rows = ids.flip(0)
         else:
             (cache,) = cache.fork(1)
-        network(rows[:, :140], past_key_values=fresh)
+        network(rows[:, :140], **passing(fresh))
         for at in range(140, 144):
-            got, expected = (network(rows[:, at : at + 1], past_key_values=one).logits for one in (cache, fresh))
+            got, expected = (network(rows[:, at : at + 1], **passing(one)).logits for one in (cache, fresh))
             assert_close(got, expected, 1e-4)
 
 

@@ -12,6 +12,7 @@ from qkvcache import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTo
 from qkvcache.evaluation.quality import RecallSet, prefill, recall
 from qkvcache.formats import NVFP4, REGISTRY, Int4
 from qkvcache.planning.recommend import RECOMMENDED
+from qkvcache.releases import passing
 from tests import twins
 from tests.matrix import FORMATS
 
@@ -40,7 +41,7 @@ class Reader:
     @torch.no_grad()
     def read(self, cache):
         cache = self.prefilled.fill(cache, self.model, self.context)
-        return self.model(self.rest, past_key_values=cache).logits.log_softmax(-1)
+        return self.model(self.rest, **passing(cache)).logits.log_softmax(-1)
 
     def kl(self, **options) -> float:
         return (self.dense.exp() * (self.dense - self.read(CompressedCache(self.model.config, **options)))).sum(-1).mean().item()
@@ -65,7 +66,7 @@ def test_the_twin_reads_and_recalls_and_its_keys_are_biased(twin, embedded):
     assert recall(model, tokenizer, cases, lambda: DynamicCache(config=model.config)) >= 0.75
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(twin.context, past_key_values=cache, logits_to_keep=1)
+        model(twin.context, **passing(cache), logits_to_keep=1)
     for layer in cache.layers:
         times = (layer.keys.mean(2).abs() / layer.keys.std(2)).sort(-1).values
         assert (times[..., -2 * twins.PAIRS :] > 15).all() and times[..., -2 * twins.PAIRS :].amax() < 130
@@ -109,7 +110,7 @@ def warned(model, *prompts, **options) -> int:
     with warnings.catch_warnings(record=True) as found, torch.no_grad():
         warnings.simplefilter("always")
         for prompt in prompts:
-            model(prompt, past_key_values=cache, logits_to_keep=1)
+            model(prompt, **passing(cache), logits_to_keep=1)
     return sum("center=True" in str(warning.message) for warning in found)
 
 

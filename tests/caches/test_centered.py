@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 from qkvcache import CompressedCache, HadaQuantCache, demo, policies
 from qkvcache.formats import HadaQuant
+from qkvcache.releases import passing
 from tests.matrix import ATTENTION, covering, model
 from tests.reference import assert_close
 from tests.tolerance import of_model
@@ -32,7 +33,7 @@ def read(name: str, attention: str, kind: str, ids: torch.Tensor, mask: torch.Te
     cache = KINDS[kind](net.config)
     positions = None if mask is None else (mask.cumsum(-1) - 1).clamp_min(0)
     with torch.no_grad():
-        net(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        net(ids, attention_mask=mask, position_ids=positions, **passing(cache))
     cache.layers[0].commit()
     return net, cache
 
@@ -56,7 +57,7 @@ def test_frozen_after_the_first_step(kind):
     before = means(cache)
     with torch.no_grad():
         for step in (1, 20, 1, 1):
-            net(torch.randint(3, 100, (1, step)), past_key_values=cache)
+            net(torch.randint(3, 100, (1, step)), **passing(cache))
     assert all(torch.equal(a, b) for a, b in zip(before, means(cache), strict=True))
 
 
@@ -68,8 +69,8 @@ def test_cropped_to_nothing_means_are_taken_anew(kind):
     cache.crop(-40)
     ids = torch.randint(3, 100, (1, 30))
     with torch.no_grad():
-        net(ids, past_key_values=cache)
-        net(ids, past_key_values=fresh)
+        net(ids, **passing(cache))
+        net(ids, **passing(fresh))
     for new, wanted, old in zip(means(cache), means(fresh), before, strict=True):
         assert torch.equal(new, wanted) and not torch.equal(new, old)
 
@@ -84,14 +85,14 @@ def test_another_text():
     for other in (code, german):
         exact, cache = DynamicCache(config=net.config), CompressedCache(net.config, format=format)
         with torch.no_grad():
-            net(torch.tensor([prose + other]), past_key_values=exact)
-            net(torch.tensor([prose]), past_key_values=cache)
+            net(torch.tensor([prose + other]), **passing(exact))
+            net(torch.tensor([prose]), **passing(cache))
             cache.layers[0].commit()
             before = means(cache)
-            net(torch.tensor([other]), past_key_values=cache)
+            net(torch.tensor([other]), **passing(cache))
             assert all(torch.equal(a, b) for a, b in zip(before, means(cache), strict=True))
             cache.crop(-len(prose + other))
-            net(torch.tensor([other]), past_key_values=cache)
+            net(torch.tensor([other]), **passing(cache))
             cache.layers[0].commit()
             assert not any(torch.equal(a, b) for a, b in zip(before, means(cache), strict=True))
         for layer in exact.layers:
@@ -135,6 +136,6 @@ def test_one_token_then_many(kind):
     dense = DynamicCache(config=net.config)
     ids = torch.randint(3, 100, (1, 20))
     with torch.no_grad():
-        net(first, past_key_values=dense)
-        got, wanted = (torch.cat([net(part, past_key_values=past).logits for part in ids.split(1, 1)], 1) for past in (cache, dense))
+        net(first, **passing(dense))
+        got, wanted = (torch.cat([net(part, **passing(past)).logits for part in ids.split(1, 1)], 1) for past in (cache, dense))
     assert (got - wanted).norm() < 0.35 * wanted.norm()

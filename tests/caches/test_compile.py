@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qkvcache import CompressedCache, policies
+from qkvcache.releases import passing
 from tests.caches.test_static_compile import compiling, graphs, logits  # noqa: F401
 from tests.matrix import model
 from tests.reference import assert_close, prompt
@@ -46,7 +47,7 @@ def test_uncompiled_it_says_the_same(name):
     caches = [CompressedCache(network.config, format="int8", **ZONES, **options) for options in ({"max_length": 100}, {"compile": True})]
     with torch.no_grad():
         for begin, end in ((0, 70), (70, 71), (71, 72), (72, 80), (80, 81)):
-            first, second = (network(ids[:, begin:end], past_key_values=cache).logits for cache in caches)
+            first, second = (network(ids[:, begin:end], **passing(cache)).logits for cache in caches)
             assert_close(second, first, 1e-5)
             assert caches[0].get_seq_length() == caches[1].get_seq_length() == end
 
@@ -59,7 +60,7 @@ def test_a_policy_with_a_budget_of_tokens_needs_no_max_length(policy):
     caches = [CompressedCache(network.config, format="int8", policy=make, **options) for options in ({"max_length": 60}, {"compile": True})]
     with torch.no_grad():
         for begin, end in ((0, 30), *((i, i + 1) for i in range(30, 40))):
-            first, second = (network(ids[:, begin:end], past_key_values=cache).logits for cache in caches)
+            first, second = (network(ids[:, begin:end], **passing(cache)).logits for cache in caches)
             assert torch.equal(first, second)
 
 

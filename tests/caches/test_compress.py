@@ -14,6 +14,7 @@ from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.layers.snapshot import restore, snapshot
 from qkvcache.policies.budget import ONE
 from qkvcache.policies.kvzip import weigh_heads
+from qkvcache.releases import passing
 from tests.allocations import Allocations
 from tests.matrix import UNSUPPORTED, model, slowly
 from tests.seeds import SEED
@@ -63,7 +64,7 @@ def oracle(network, ids, policy, tokenizer) -> list[torch.Tensor]:
         cache, total = DynamicCache(config=network.config), length + reading.shape[1]
         local = torch.zeros(total, dtype=torch.bool).index_fill(0, torch.tensor([*range(sinks), *chunk, *range(length, total)]), True)
         seen = torch.ones(total, total).tril().bool() & ((torch.arange(total) < length)[:, None] | local)
-        network(torch.cat([ids, reading], dim=1), attention_mask=seen[None, None], past_key_values=cache)
+        network(torch.cat([ids, reading], dim=1), attention_mask=seen[None, None], **passing(cache))
         for hook in hooks:
             hook.remove()
         for number, layer in enumerate(network.model.layers):
@@ -141,7 +142,7 @@ def test_budgets_that_grow_keep_the_weights_of_heads():
     with torch.no_grad():
         for seen in range(LENGTH, 60):
             assert counts.tolist() == [[[len(head) for head in kept(cache, layer, row)] for row in range(4)] for layer in range(3)]
-            network(ids[rows, seen : seen + 1], past_key_values=cache)
+            network(ids[rows, seen : seen + 1], **passing(cache))
             counts = torch.minimum(counts + 1, expected(seen + 1))  # tokens that were evicted do not come back
     assert cache.nbytes == sum(x.nbytes for layer in cache.layers for _, x in layer.tensors())
 
@@ -168,7 +169,7 @@ def test_the_most_is_planned(budget, length, rows):
         full.append(cache.nbytes / (planned.bytes_per_request * rows))
         with torch.no_grad():
             for at in range(seen, min(seen + 10, length + 20)):
-                network(ids[:, at : at + 1], past_key_values=cache)
+                network(ids[:, at : at + 1], **passing(cache))
     assert max(full) > 0.75
 
 
@@ -180,7 +181,7 @@ def test_a_snapshot_goes_on():
         restore(into, snapshot(layer, row=1), "cpu")
     cache.batch_select_indices([1])
     with torch.no_grad():
-        ours, theirs = (network(ids[1:, LENGTH:], past_key_values=x).logits for x in (again, cache))
+        ours, theirs = (network(ids[1:, LENGTH:], **passing(x)).logits for x in (again, cache))
     assert torch.equal(ours, theirs) and [kept(again, i) for i in range(3)] == [kept(cache, i) for i in range(3)]
 
 
@@ -224,7 +225,7 @@ def test_generate_goes_on_within_the_budget(options):
     cache = compressed(network, ids[:, :LENGTH], **options)
     evicting = [i for i in range(3) if i not in options.get("skip_layers", ())]
     assert [cache.stored_length(i) for i in evicting] == [BUDGET] * len(evicting) and cache.get_seq_length() == LENGTH
-    network.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False, eos_token_id=None, disable_compile=True)
+    network.generate(ids, **passing(cache), max_new_tokens=5, do_sample=False, eos_token_id=None, disable_compile=True)
     assert [cache.stored_length(i) for i in evicting] == [BUDGET] * len(evicting) and cache.get_seq_length() == 54
     assert cache.kept_positions(0)[0, 0, -12:].tolist() == list(range(42, 54))  # what came later stays before the context
 
@@ -233,8 +234,8 @@ def test_below_the_budget_nothing_changes():
     network, ids = model("llama"), text(2, 50)
     cache, dense = compressed(network, ids[:, :LENGTH], kvzip(budget=60)), DynamicCache(config=network.config)
     with torch.no_grad():
-        network(ids[:, :LENGTH], past_key_values=dense)
-        ours, theirs = (network(ids[:, LENGTH:], past_key_values=x).logits for x in (cache, dense))
+        network(ids[:, :LENGTH], **passing(dense))
+        ours, theirs = (network(ids[:, LENGTH:], **passing(x)).logits for x in (cache, dense))
     assert torch.equal(ours, theirs)
 
 
@@ -242,8 +243,8 @@ def test_layers_with_a_window_are_left_as_the_context_left_them():
     network, ids = model("gemma3"), text(2, 50)
     cache, dense = compressed(network, ids[:, :LENGTH], kvzip(budget=60)), DynamicCache(config=network.config)
     with torch.no_grad():
-        network(ids[:, :LENGTH], past_key_values=dense)
-        ours, theirs = (network(ids[:, LENGTH:], past_key_values=x).logits for x in (cache, dense))
+        network(ids[:, :LENGTH], **passing(dense))
+        ours, theirs = (network(ids[:, LENGTH:], **passing(x)).logits for x in (cache, dense))
     assert torch.equal(ours, theirs)
 
 
@@ -251,7 +252,7 @@ def test_what_is_refused():
     network, ids = model("llama"), text(1)
     cache = CompressedCache(network.config, policy=kvzip())
     with pytest.raises(ValueError, match=r"call cache.compress\(model, ids\)"), torch.no_grad():
-        network(ids, past_key_values=cache)
+        network(ids, **passing(cache))
     with pytest.raises(ValueError, match=r"ids \[37\]"):
         cache.compress(network, ids[0])
     with pytest.raises(TypeError, match=r"compress of 'a context': expected token ids \[B, T\]"):
@@ -327,7 +328,7 @@ def test_a_context_that_is_read_in_chunks(name, pad):
 def test_the_peak_is_that_of_a_prefill_or_below(chunk, share):
     network, ids = model("llama"), text(1, 1024)
     with torch.no_grad(), Allocations() as dense:
-        network(ids, past_key_values=DynamicCache(config=network.config), logits_to_keep=1)
+        network(ids, **passing(DynamicCache(config=network.config)), logits_to_keep=1)
     with Allocations() as twice:
         compressed(network, ids, kvzip(budget=64, chunk_size=64), chunk=chunk)
     assert twice.peak <= share * dense.peak

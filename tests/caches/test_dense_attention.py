@@ -12,8 +12,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qkvcache import CompressedCache
+from qkvcache import CompressedCache, H2OCache
 from qkvcache.attention import compressed_kv
+from qkvcache.releases import CACHE_ARGUMENT, passing
 from tests import matrix
 from tests.reference import ZONES, assert_close, prompt, run
 from tests.tolerance import of_model
@@ -92,9 +93,35 @@ def test_flash_attention_sees_no_empty_column():
 
 
 @pytest.mark.parametrize("options", [{"max_length": 60}, {"compile": True}], ids=["preallocated", "growing"])
-def test_masks_of_tokens_seen_are_refused(options):
-    with pytest.raises(NotImplementedError, match=f"{next(iter(options))}.* on cpmant, whose masks are of the tokens seen"):
-        CompressedCache(hf.CpmAntConfig(), format="int8", **options)
+@pytest.mark.parametrize("name", ["cpmant", "inkling_text", "inkling2_loop_text"])
+def test_masks_of_tokens_seen_are_refused(name, options):
+    with pytest.raises(NotImplementedError, match=f"{next(iter(options))}.* on {name}, whose masks are of the tokens seen"):
+        CompressedCache(config_of(name), format="int8", **options)
+
+
+def test_loops_that_read_the_keys_of_the_last_one_are_refused():
+    with pytest.raises(NotImplementedError, match="dory with recurrent_kv_cache_mode='last_loop'.*use 'per_loop'"):
+        CompressedCache(config_of("dory", recurrent_kv_cache_mode="last_loop"), format="int8")
+
+
+@pytest.mark.parametrize("name", ["gptj", "codegen"])
+def test_policies_see_what_goes_through_the_interface(name):
+    """The attention of both is in code of its own before transformers 5.24."""
+    if CACHE_ARGUMENT == "cache":
+        network = build(name)
+        inputs = prompt(2)
+        cache = H2OCache(network.config, budget=16)
+        network.generate(**inputs, **passing(cache), max_new_tokens=3, eos_token_id=None, pad_token_id=0)
+        assert cache.get_seq_length() == inputs["input_ids"].shape[1] + 2 > cache.stored_length(0)
+    else:
+        with pytest.raises(NotImplementedError, match=f"on {name}: its attention does not go through"):
+            H2OCache(config_of(name), budget=16)
+
+
+def config_of(name: str, **options) -> hf.PreTrainedConfig:
+    if name not in hf.CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {name}")
+    return hf.AutoConfig.for_model(name, **options)
 
 
 def test_a_mask_that_is_not_known_is_refused():

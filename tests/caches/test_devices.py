@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qkvcache import CompressedCache, TurboQuantCache
 from qkvcache.layers.compressed import CompressedLayer
+from qkvcache.releases import passing
 from tests.caches import tensor_parallel
 from tests.matrix import CACHES, COVER, FORMATS, THREE, model, slowly
 from tests.processes import ranks
@@ -86,10 +87,10 @@ def test_offloaded_layers_compute_statistics_without_padding(format, monkeypatch
     mask[1, :7] = 0
     options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     options |= {"return_dict_in_generate": True, "output_logits": True}
-    expected = network.generate(ids, past_key_values=CompressedCache(network.config, format=FORMATS[format], **ZONE), **options)
+    expected = network.generate(ids, **passing(CompressedCache(network.config, format=FORMATS[format], **ZONE)), **options)
     monkeypatch.setattr(CompressedLayer, "_move", lambda layer, *to: (left.append(layer), stock(layer, *to))[1])
     cache = Moving(network.config, format=FORMATS[format], **ZONE)
-    got = network.generate(ids, past_key_values=cache, **options)
+    got = network.generate(ids, **passing(cache), **options)
     assert all(torch.equal(a, b) for a, b in zip(got.logits, expected.logits, strict=True))
     # Eight forward passes offload each layer, the prompt's among them, and prefetch it but for the first time.
     assert [left.count(layer) for layer in cache.layers] == [8 + 8, *[8 + 7] * (len(cache.layers) - 1)]
@@ -101,11 +102,11 @@ def test_accelerate_hooks_on_every_module(cache):
     network = model("llama")
     ids = torch.randint(3, 100, (2, 30))
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    expected = network.generate(ids, past_key_values=CACHES[cache](network.config, **ZONE), **options)
+    expected = network.generate(ids, **passing(CACHES[cache](network.config, **ZONE)), **options)
     for module in network.modules():
         accelerate.hooks.add_hook_to_module(module, accelerate.hooks.AlignDevicesHook("cpu", io_same_device=True))
     try:
-        got = network.generate(ids, past_key_values=CACHES[cache](network.config, **ZONE), **options)
+        got = network.generate(ids, **passing(CACHES[cache](network.config, **ZONE)), **options)
     finally:
         accelerate.hooks.remove_hook_from_submodules(network)
     assert torch.equal(got, expected)
@@ -119,10 +120,10 @@ def test_accelerate_dispatch(name):
     network = copy.deepcopy(model(name))
     ids = torch.randint(3, 100, (1, 30))
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    expected = network.generate(ids, past_key_values=TurboQuantCache(network.config, **ZONE), **options)
+    expected = network.generate(ids, **passing(TurboQuantCache(network.config, **ZONE)), **options)
     dispatched = accelerate.dispatch_model(network, {"": "cpu"}, main_device="cpu", force_hooks=True)
     with count_decoded_layers() as dense:  # hooks move the handles that gemma3n's layers share
-        got = dispatched.generate(ids, past_key_values=TurboQuantCache(network.config, **ZONE), **options)
+        got = dispatched.generate(ids, **passing(TurboQuantCache(network.config, **ZONE)), **options)
     assert torch.equal(got, expected)
     assert not dense
 
@@ -147,5 +148,5 @@ def test_a_cache_without_a_config_on_a_plain_model():
     network = model("llama")
     ids = torch.randint(3, 100, (1, 30))
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    expected = network.generate(ids, past_key_values=CompressedCache(network.config, format="int8", **ZONE), **options)
-    assert torch.equal(network.generate(ids, past_key_values=CompressedCache(format="int8", **ZONE), **options), expected)
+    expected = network.generate(ids, **passing(CompressedCache(network.config, format="int8", **ZONE)), **options)
+    assert torch.equal(network.generate(ids, **passing(CompressedCache(format="int8", **ZONE)), **options), expected)

@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from qkvcache import CompressedCache, TurboQuantCache, attach, detach
+from qkvcache.releases import passing
 from tests.matrix import covering, model
 from tests.reference import ZONES, assert_close, count_decoded_layers, decoded
 from tests.seeds import SEED
@@ -37,7 +38,7 @@ def wrap(cache) -> EncoderDecoderCache:
 def run(name, attention, cache, **options):
     torch.manual_seed(SEED + 2)
     options = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False} | options
-    return model(name, attention).generate(**inputs(name), past_key_values=cache, **options)
+    return model(name, attention).generate(**inputs(name), **passing(cache), **options)
 
 
 @pytest.mark.parametrize(("name", "attention", "mode"), covering(NAMES, ATTENTION, MODES))
@@ -69,7 +70,7 @@ def test_logits_in_chunks(name, attention):
     for size in (6, 18, 3, 1, 2):
         step = tokens[:, begin : begin + size]
         with torch.no_grad():
-            theirs, ours = (network(**inputs(name), decoder_input_ids=step, past_key_values=cache).logits for cache in caches)
+            theirs, ours = (network(**inputs(name), decoder_input_ids=step, **passing(cache)).logits for cache in caches)
         assert_close(ours, theirs, of_model(network))
         begin += size
 
@@ -92,10 +93,10 @@ def test_crop_through_the_wrapper():
     cache = wrap(CompressedCache(network.config, format="identity", **ZONES["zones"]))
     tokens = torch.randint(3, 100, (2, 10))
     with torch.no_grad():
-        expected = network(**inputs("t5"), decoder_input_ids=tokens, past_key_values=wrap(DynamicCache())).logits[:, -1]
-        network(**inputs("t5"), decoder_input_ids=tokens, past_key_values=cache)
+        expected = network(**inputs("t5"), decoder_input_ids=tokens, **passing(wrap(DynamicCache()))).logits[:, -1]
+        network(**inputs("t5"), decoder_input_ids=tokens, **passing(cache))
         cache.crop(-3)
-        got = network(**inputs("t5"), decoder_input_ids=tokens[:, -3:], past_key_values=cache).logits[:, -1]
+        got = network(**inputs("t5"), decoder_input_ids=tokens[:, -3:], **passing(cache)).logits[:, -1]
     assert_close(got, expected, of_model(network))
 
 
@@ -110,4 +111,4 @@ def test_an_unwrapped_cache_is_refused():
     network = model("t5")
     cache = TurboQuantCache(network.config)
     with pytest.raises(ValueError, match="EncoderDecoderCache"), torch.no_grad():
-        network(**inputs("t5"), decoder_input_ids=torch.zeros(2, 1, dtype=torch.long), past_key_values=cache)
+        network(**inputs("t5"), decoder_input_ids=torch.zeros(2, 1, dtype=torch.long), **passing(cache))

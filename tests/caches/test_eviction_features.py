@@ -11,6 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from qkvcache import CombinedCache, CompressedCache, H2OCache, SinkCache, SlidingWindowCache
 from qkvcache.attention import install, installed, uninstall
 from qkvcache.policies import H2O, Knorm, SinkWindow
+from qkvcache.releases import passing
 from tests.caches.test_eviction import kept
 from tests.matrix import ATTENTION, POLICIES, SHARED, covering, model, slowly
 from tests.reference import assert_close, forward
@@ -45,13 +46,13 @@ def prompt(rows=1, length=40, seed=1):
 def generate(network, cache, inputs=None, **options):
     torch.manual_seed(SEED + 2)
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | options
-    return network.generate(**(inputs or prompt()), past_key_values=cache, **options)
+    return network.generate(**(inputs or prompt()), **passing(cache), **options)
 
 
 def say(cache, ids, network=None):
     """Logits of all `ids` `[B, T]`, no padding."""
     with torch.no_grad():
-        return (network or llama())(ids, past_key_values=cache).logits
+        return (network or llama())(ids, **passing(cache)).logits
 
 
 def evicting(policy=None, format=None, **options):
@@ -99,7 +100,7 @@ def test_bytes_do_not_grow_with_the_prompt(format):
         layer = llama().model.layers[0].self_attn
         with torch.no_grad():
             cos, sin = llama().model.rotary_emb(x, torch.arange(length)[None])
-            layer(x, position_embeddings=(cos, sin), attention_mask=None, past_key_values=cache)
+            layer(x, position_embeddings=(cos, sin), attention_mask=None, **passing(cache))
         assert cache.stored_length(0) == 128
         held[length] = cache.nbytes
     assert len(set(held.values())) == 1

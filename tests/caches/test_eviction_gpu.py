@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, H2OCache
+from qkvcache.releases import passing
 from tests import matrix
 from tests.caches.test_static_gpu import assert_alike, compiling, generate, text  # noqa: F401
 from tests.matrix import POLICIES, SHARED
@@ -90,7 +91,7 @@ def test_memory_follows_the_budget(format):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         with torch.no_grad():
-            network.model(ids, past_key_values=cache)
+            network.model(ids, **passing(cache))
         torch.cuda.synchronize()
         held.append(torch.cuda.memory_allocated() - before)
         caches.append(cache)
@@ -130,11 +131,11 @@ def test_a_token_comes_and_goes_in_one_launch_each(policy, format):
     cache = CompressedCache(network.config, policy=POLICIES[policy](BUDGET), format=format, max_length=400)
     ids = prompt()["input_ids"]
     with torch.no_grad():
-        network.model(ids[:, :270], past_key_values=cache)
-        network.model(ids[:, 270:271], past_key_values=cache)
+        network.model(ids[:, :270], **passing(cache))
+        network.model(ids[:, 270:271], **passing(cache))
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            network.model(ids[:, 271:272], past_key_values=cache)
+            network.model(ids[:, 271:272], **passing(cache))
             torch.cuda.synchronize()
     launched = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     for kernel in ("_append_kernel", "_evict_kernel"):

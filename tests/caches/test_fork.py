@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qkvcache import CompressedCache, policies
+from qkvcache.releases import passing
 from tests.matrix import covering, model
 from tests.reference import assert_close
 from tests.tolerance import turned
@@ -20,7 +21,7 @@ OPTIONS = {
 
 def read(cache: CompressedCache, ids: torch.Tensor, network: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
-        return network(ids, past_key_values=cache).logits
+        return network(ids, **passing(cache)).logits
 
 
 def slabs(cache: CompressedCache) -> int:

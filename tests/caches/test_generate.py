@@ -4,9 +4,12 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache
+import transformers
+from families_models import CAUSAL, shrunk
+from transformers import CONFIG_MAPPING, DynamicCache
 
-from qkvcache import CompressedCache, NVFP4Cache, TurboQuantCache, attach, detach
+from qkvcache import CompressedCache, H2OCache, NVFP4Cache, TurboQuantCache, attach, detach
+from qkvcache.releases import CACHE_ARGUMENT, passing
 from tests.matrix import CACHES, covering, model, slowly
 from tests.reference import NEW, ZONES, assert_close, decoded, prompt, run
 from tests.seeds import SEED
@@ -107,13 +110,13 @@ def test_inputs_embeds():
 def prefilled(cache, rows: int = 1):
     network = model("llama")
     with torch.no_grad():
-        network(prompt(rows)["input_ids"], past_key_values=cache)
+        network(prompt(rows)["input_ids"], **passing(cache))
     return cache
 
 
 def step(cache, token: int = 7):
     with torch.no_grad():
-        return model("llama")(torch.full((cache.layers[0].rows, 1), token), past_key_values=cache).logits[:, -1]
+        return model("llama")(torch.full((cache.layers[0].rows, 1), token), **passing(cache)).logits[:, -1]
 
 
 def turboquant(**options):
@@ -179,7 +182,7 @@ def test_output_attentions_under_eager():
     inputs = prompt()
     dense, ours = (
         network.generate(
-            **inputs, past_key_values=cache, max_new_tokens=4, do_sample=False, output_attentions=True, return_dict_in_generate=True
+            **inputs, **passing(cache), max_new_tokens=4, do_sample=False, output_attentions=True, return_dict_in_generate=True
         )
         for cache in (DynamicCache(config=network.config), exact(network))
     )
@@ -193,9 +196,9 @@ def test_gradients_are_harmless():
     ids = prompt()["input_ids"]
     graded, plain = turboquant(), turboquant()
     for begin, end in ((0, 30), (30, 38), (38, 39)):
-        with_grad = network(ids[:, begin:end], past_key_values=graded).logits
+        with_grad = network(ids[:, begin:end], **passing(graded)).logits
         with torch.no_grad():
-            without = network(ids[:, begin:end], past_key_values=plain).logits
+            without = network(ids[:, begin:end], **passing(plain)).logits
         assert with_grad.requires_grad
         assert_close(with_grad.detach(), without, of_model(network))
     with_grad.sum().backward()
@@ -218,3 +221,24 @@ def test_attach_serves_every_generate():
     detach(network)
     run(network, None)
     assert len(made) == 2
+
+
+@pytest.mark.skipif(CACHE_ARGUMENT != "cache", reason="transformers speculates with heads of the model from 5.24 on")
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_speculation_with_heads_of_the_model(name, store, heads, monkeypatch):
+    """`use_mtp`; the heads have random weights. Drafts that are refused are cropped."""
+    from transformers.modeling_layers import MtpModel
+
+    kind = CONFIG_MAPPING[name]
+    torch.manual_seed(SEED)
+    network = getattr(transformers, CAUSAL[name])(kind(**shrunk(kind(), {"num_nextn_predict_layers": heads}))).eval()
+    monkeypatch.setattr(MtpModel, "from_pretrained", lambda main, **options: MtpModel(main, heads).eval())
+    inputs = {"input_ids": prompt(length=24)["input_ids"].repeat(1, 2)}
+    expected = run(network, DynamicCache(config=network.config), inputs)
+    cache = exact(network, store)
+    assert torch.equal(run(network, cache, inputs, use_mtp=True), expected)
+    assert cache.get_seq_length() == expected.shape[1] - 1
+    with pytest.raises((ValueError, NotImplementedError), match="cropped|expands latents"):
+        run(network, H2OCache(network.config, budget=16), inputs, use_mtp=True)

@@ -11,6 +11,7 @@ from qkvcache import CompressedCache
 from qkvcache.kernels import AttentionBudget, attend_on_codes, pages
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.snapshot import restore, snapshot
+from qkvcache.releases import passing
 from tests.kernels.test_pages import DEVICE, KERNELS
 from tests.matrix import FORMATS, model, slowly
 from tests.reference import ZONES, assert_close, prompt, run
@@ -42,7 +43,7 @@ def assert_same(mine: CompressedCache, other: CompressedCache, pieces: list[torc
     network = model("llama")
     with torch.no_grad():
         for ids in pieces:
-            got, expected = (network(ids, past_key_values=cache, **options).logits for cache in (mine, other))
+            got, expected = (network(ids, **passing(cache), **options).logits for cache in (mine, other))
             assert torch.equal(got, expected)
 
 
@@ -166,7 +167,7 @@ def test_compiled_steps(length, backend, monkeypatch):
 def test_memory_tells_what_is_in_host_memory():
     mine, other = caches()
     for cache in (mine, other):
-        model("llama")(torch.randint(3, 60, (2, 150)), past_key_values=cache)
+        model("llama")(torch.randint(3, 60, (2, 150)), **passing(cache))
     memory, held = mine.memory(), other.memory()
     assert held.host == 0 and memory.host == sum(layer.storage.tokens.pool.nbytes for layer in other.layers)
     assert mine.nbytes == memory.total > held.total

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from qkvcache import CompressedCache, attach
+from qkvcache.releases import CACHE_ARGUMENT, passing
 from tests.matrix import POLICIES, covering, model
 
 KINDS = {
@@ -41,7 +42,7 @@ def used(pair, network):
     cache = CompressedCache(network.config, **KINDS[pair[1]])
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".* and the cache has seen")
-        text = network.generate(ids(30), past_key_values=cache, **OPTIONS)
+        text = network.generate(ids(30), **passing(cache), **OPTIONS)
     assert cache.get_seq_length() == SEEN
     return cache, text
 
@@ -51,21 +52,21 @@ def test_a_prompt_of_half_the_length_is_refused(tokens, network, used):
     """Of which nothing would be left."""
     cache, text = used
     with pytest.raises(ValueError, match=rf"no token comes after the {SEEN} .*reset\(\)"):
-        network.generate(ids(tokens), past_key_values=cache, **OPTIONS)
-    again = network.generate(torch.cat([text, ids(3)], dim=1), past_key_values=cache, **OPTIONS)  # nothing has happened to it
+        network.generate(ids(tokens), **passing(cache), **OPTIONS)
+    again = network.generate(torch.cat([text, ids(3)], dim=1), **passing(cache), **OPTIONS)  # nothing has happened to it
     assert again.shape[1] == 43 and cache.get_seq_length() == 42
 
 
 @pytest.mark.parametrize(("tokens", "begins"), [(SEEN - 2, 2), (24, 10)])
 def test_a_shorter_prompt_is_said(tokens, begins, network, used):
     with pytest.warns(UserWarning, match=rf"begin at position {begins}, and the cache has seen \d+ tokens: .*reset\(\)"):
-        network.generate(ids(tokens), past_key_values=used[0], **OPTIONS)
+        network.generate(ids(tokens), **passing(used[0]), **OPTIONS)
 
 
 def test_another_prompt_of_the_same_length_is_refused(network, used):
     cache, _ = used
     with pytest.raises(ValueError, match=rf"begin at position 0, and the cache has seen {SEEN} tokens: .*reset\(\)"):
-        network.generate(ids(SEEN), past_key_values=cache, **OPTIONS)
+        network.generate(ids(SEEN), **passing(cache), **OPTIONS)
 
 
 def test_going_on_is_not_said(network, used):
@@ -73,9 +74,9 @@ def test_going_on_is_not_said(network, used):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".* and the cache has seen")
         for _ in range(2):
-            text = network.generate(torch.cat([text, ids(7)], dim=1), past_key_values=cache, **OPTIONS)
+            text = network.generate(torch.cat([text, ids(7)], dim=1), **passing(cache), **OPTIONS)
         cache.reset()
-        network.generate(ids(SEEN), past_key_values=cache, **OPTIONS)
+        network.generate(ids(SEEN), **passing(cache), **OPTIONS)
 
 
 def test_padding_in_chunks_is_not_said(pair, network):
@@ -85,10 +86,10 @@ def test_padding_in_chunks_is_not_said(pair, network):
     cache = CompressedCache(network.config, **KINDS[pair[1]])
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".* and the cache has seen")
-        text = network.generate(inputs, attention_mask=mask, past_key_values=cache, prefill_chunk_size=8, **OPTIONS)
+        text = network.generate(inputs, attention_mask=mask, **passing(cache), prefill_chunk_size=8, **OPTIONS)
         more = torch.cat([text, ids(20, rows=2)], dim=1)
         mask = torch.nn.functional.pad(mask, (0, 25), value=1)
-        network.generate(more, attention_mask=mask, past_key_values=cache, **OPTIONS)
+        network.generate(more, attention_mask=mask, **passing(cache), **OPTIONS)
 
 
 @pytest.mark.parametrize("length", [None, 200, 36])
@@ -96,7 +97,7 @@ def test_a_cache_that_is_not_to_be_used_is_refused(length, network):
     """`generate` would give it the whole text at every step."""
     cache = CompressedCache(network.config, format="int8", max_length=length)
     with pytest.raises(ValueError, match="with use_cache=False"):
-        network.generate(ids(30), past_key_values=cache, use_cache=False, **OPTIONS)
+        network.generate(ids(30), **passing(cache), use_cache=False, **OPTIONS)
 
 
 def test_masks_of_flex_attention_tell_padding_too():
@@ -106,9 +107,9 @@ def test_masks_of_flex_attention_tell_padding_too():
     cache = CompressedCache(network.config, **KINDS["growing"])
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".* and the cache has seen")
-        text = network.generate(inputs, attention_mask=mask, past_key_values=cache, prefill_chunk_size=8, **OPTIONS)
+        text = network.generate(inputs, attention_mask=mask, **passing(cache), prefill_chunk_size=8, **OPTIONS)
     with pytest.raises(ValueError, match="begin at position 0, and the cache has seen 35 tokens"):
-        network.generate(text[:, 1:], attention_mask=torch.nn.functional.pad(mask, (0, 4), value=1), past_key_values=cache, **OPTIONS)
+        network.generate(text[:, 1:], attention_mask=torch.nn.functional.pad(mask, (0, 4), value=1), **passing(cache), **OPTIONS)
 
 
 def test_another_longer_prompt_is_noticed_by_its_ids():
@@ -120,22 +121,22 @@ def test_another_longer_prompt_is_noticed_by_its_ids():
     with attach(network, lambda config: CompressedCache(config, format="int8")):
         first = network.generate(ids(30), return_dict_in_generate=True, **OPTIONS)
         with pytest.raises(ValueError, match=says):
-            network.generate(other, past_key_values=first.past_key_values, **OPTIONS)
-        text = network.generate(ids(30), past_key_values=cache, **OPTIONS)
+            network.generate(other, **passing(first[CACHE_ARGUMENT]), **OPTIONS)
+        text = network.generate(ids(30), **passing(cache), **OPTIONS)
         answer = text.clone()
         answer[0, 31] += 1
         with pytest.raises(ValueError, match="token 31 of"):
-            network.generate(torch.cat([answer, ids(9)], dim=1), past_key_values=cache, **OPTIONS)
+            network.generate(torch.cat([answer, ids(9)], dim=1), **passing(cache), **OPTIONS)
         assert cache.get_seq_length() == SEEN
     with pytest.raises(ValueError, match=says):
-        network.generate(other, past_key_values=copy.deepcopy(cache), **hub, **OPTIONS)
-    text = network.generate(torch.cat([text, ids(5)], dim=1), past_key_values=cache, **hub, **OPTIONS)
+        network.generate(other, **passing(copy.deepcopy(cache)), **hub, **OPTIONS)
+    text = network.generate(torch.cat([text, ids(5)], dim=1), **passing(cache), **hub, **OPTIONS)
     cache.crop(-10)
     assert cache.seen_ids.shape[1] == cache.get_seq_length()
     text[0, -8:] = 7
-    network.generate(torch.cat([text, ids(3)], dim=1), past_key_values=cache, **hub, **OPTIONS)
+    network.generate(torch.cat([text, ids(3)], dim=1), **passing(cache), **hub, **OPTIONS)
     cache.reset()
-    network.generate(other, past_key_values=cache, **hub, **OPTIONS)
+    network.generate(other, **passing(cache), **hub, **OPTIONS)
 
 
 def test_beams_and_rows_are_not_taken_for_another_prompt():
@@ -143,7 +144,7 @@ def test_beams_and_rows_are_not_taken_for_another_prompt():
     prompt = ids(30, rows=2)
     with attach(network, lambda config: CompressedCache(config, format="int8")):
         for options in ({"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}):
-            out = network.generate(prompt, past_key_values=cache, **OPTIONS | options)
+            out = network.generate(prompt, **passing(cache), **OPTIONS | options)
             cache.batch_select_indices([0])
-            network.generate(torch.cat([out[:1], ids(20)], dim=1), past_key_values=cache, **OPTIONS)
+            network.generate(torch.cat([out[:1], ids(20)], dim=1), **passing(cache), **OPTIONS)
             cache.reset()

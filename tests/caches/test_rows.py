@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qkvcache import CompressedCache
+from qkvcache.releases import passing
 from tests.matrix import POLICIES, model
 
 KINDS = {
@@ -29,9 +30,9 @@ ROWS = {
 def test_rows_that_stay_go_on_as_they_were(kind, rows):
     network, ids = model("gemma3"), torch.randint(3, 90, (3, 31))
     cache = CompressedCache(network.config, format="int8", residual_length=8, **KINDS[kind])
-    network(ids[:, :30], past_key_values=cache)
-    whole, (chosen, left) = network(ids[:, 30:], past_key_values=cache).logits, ROWS[rows]
+    network(ids[:, :30], **passing(cache))
+    whole, (chosen, left) = network(ids[:, 30:], **passing(cache)).logits, ROWS[rows]
     cache.reset()
-    network(ids[:, :30], past_key_values=cache)
+    network(ids[:, :30], **passing(cache))
     cache.batch_select_indices(chosen)
-    torch.testing.assert_close(network(ids[left, 30:], past_key_values=cache).logits, whole[left], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(network(ids[left, 30:], **passing(cache)).logits, whole[left], atol=1e-4, rtol=1e-4)

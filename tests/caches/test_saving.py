@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from qkvcache import CompressedCache, TurboQuantCache, formats, policies
+from qkvcache.releases import passing
 from tests.matrix import POLICIES, covering, model
 
 ZONES = {"num_sink_tokens": 2, "residual_length": 8}
@@ -22,7 +23,7 @@ KINDS = {
     "preallocated": {"format": "int8", "max_length": 200},
     "compiled": {"format": "int8", "compile": True},
     "by layer": {"format": [formats.Int8(), "hadaquant_k3v2", "fp8"], "skip_layers": (-1,)},
-    "budget": {"format": "int8", "attention_budget": 64, "attention_rest": "coarse"},
+    "budget": {"format": "int8", "attention_budget": 64},
     "offloaded pages": {"format": "int8", "attention_budget": 64, "offload_pages": True},
     "evicting": {"format": "int8", "policy": POLICIES["h2o"](40)},
     "evicting_preallocated": {"format": "int8", "policy": POLICIES["h2o"](40), "max_length": 200},
@@ -51,7 +52,7 @@ def made(architecture: str, name: str, kind=CompressedCache) -> CompressedCache:
 
 @torch.no_grad()
 def read(cache, ids: torch.Tensor, architecture: str, **options) -> torch.Tensor:
-    return model(architecture)(ids, past_key_values=cache, **options).logits
+    return model(architecture)(ids, **passing(cache), **options).logits
 
 
 def filled(architecture: str, name: str) -> CompressedCache:
@@ -90,11 +91,11 @@ def test_a_cache_on_a_gpu_changes_hands(name, tmp_path):
     @torch.no_grad()
     def answers(cache, begin: int = 100) -> list[torch.Tensor]:
         cuts = [(begin, begin + 1), (begin + 1, begin + 6), (begin + 6, begin + 7)]
-        return [network(ids[:, first:last], past_key_values=cache).logits for first, last in cuts]
+        return [network(ids[:, first:last], **passing(cache)).logits for first, last in cuts]
 
     cache = made("llama", name)
     with torch.no_grad():
-        network(ids[:, :100], past_key_values=cache)
+        network(ids[:, :100], **passing(cache))
     others = [by_torch(cache)]
     if name != "evicting_preallocated":
         cache.save(tmp_path / "cache")
@@ -102,7 +103,7 @@ def test_a_cache_on_a_gpu_changes_hands(name, tmp_path):
     if name in SEEN:
         source = DynamicCache(config=network.config)
         with torch.no_grad():
-            network(ids[:, :100], past_key_values=source)
+            network(ids[:, :100], **passing(source))
         others.append(CompressedCache.from_cache(source, network.config, **ZONES, **KINDS[name]))
     expected = answers(cache)
     for other in others:

@@ -15,13 +15,14 @@ from qkvcache.kernels.attend import attend_pages as attend_in_torch
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.layers.snapshot import restore, snapshot
 from qkvcache.policies import H2O, AdaKV, KVzip, SnapKV
+from qkvcache.releases import passing
 from tests.caches.test_eviction import CUTS, LENGTH, assert_generate_equals_a_loop, check_rows, inputs, kept, live_bytes, run
 from tests.caches.test_eviction_features import generate, llama, prompt, same, state
 from tests.matrix import ATTENTION, FORMATS, SHARED, model, slowly
 from tests.reference import ZONES, assert_close, count_decoded_layers, forward
 from tests.tolerance import TURNED, of_model, turned
 
-FEW = ["snapkv", "h2o_value_norm"]
+FEW = ["snapkv", "h2o"]
 POLICY = SHARED["snapkv"](15)
 
 
@@ -247,7 +248,7 @@ def test_the_embedded_model_answers():
     network, tokenizer = demo.load()
     ids = tokenizer(demo.text()[:3000], return_tensors="pt").to(network.device)
     cache = CompressedCache(network.config, format="int8", policy=AdaKV(SnapKV(budget=128, recent=16)))
-    out = network.generate(**ids, past_key_values=cache, max_new_tokens=20, do_sample=False)
+    out = network.generate(**ids, **passing(cache), max_new_tokens=20, do_sample=False)
     assert out.shape[1] == ids["input_ids"].shape[1] + 20
     held = torch.cat([counts(cache, i) for i, layer in enumerate(cache.layers) if isinstance(layer, EvictingLayer)])
     assert (held.sum(-1) <= 128 * held.shape[1]).all() and (held.amax(-1) > 140).any()

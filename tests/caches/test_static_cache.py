@@ -10,6 +10,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from qkvcache import CompressedCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, policies
 from qkvcache.layers.compressed import CompressedLayer
+from qkvcache.releases import passing
 from tests import matrix
 from tests.matrix import COVER, FORMATS, THREE, UNSUPPORTED, covering, model, slowly
 from tests.reference import MODES, NEW, ZONES, Mode, assert_close, count_decoded_layers, forward, prompt, run, steps
@@ -147,7 +148,7 @@ def test_positions_come_from_the_cache():
     ours, theirs = make(network, "identity", 40), DynamicCache(config=network.config)
     for begin, end in ((0, 20), (20, 37), (37, 38), (38, 40)):
         with torch.no_grad():
-            got, expected = (network(ids[:, begin:end], past_key_values=cache).logits for cache in (ours, theirs))
+            got, expected = (network(ids[:, begin:end], **passing(cache)).logits for cache in (ours, theirs))
         assert_close(got, expected, of_model(network))
 
 
@@ -257,7 +258,7 @@ def test_encoder_decoders(name, mode):
     options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, **mode}
     ours, four = (CompressedCache(network.config, format=format, max_length=40, **ZONE) for format in ("identity", FOUR_BIT))
     expected, got, codes, dense = (
-        network.generate(**inputs, past_key_values=EncoderDecoderCache(cache, DynamicCache()), **options)
+        network.generate(**inputs, **passing(EncoderDecoderCache(cache, DynamicCache())), **options)
         for cache in (DynamicCache(), ours, four, decoded(CompressedCache(network.config, format=FOUR_BIT, max_length=40, **ZONE)))
     )
     assert torch.equal(got, expected)
@@ -310,7 +311,7 @@ def test_zones_take_no_more_than_max_length(zones, length):
     cache = CompressedCache(network.config, format="nvfp4", max_length=length, **zones)
     dense = DynamicCache(config=network.config)
     options = {"max_new_tokens": length - inputs["input_ids"].shape[1] + 1, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    got, expected = (network.generate(**inputs, past_key_values=x, disable_compile=True, **options) for x in (cache, dense))
+    got, expected = (network.generate(**inputs, **passing(x), disable_compile=True, **options) for x in (cache, dense))
     assert torch.equal(got, expected) and cache.get_seq_length() == length
     assert cache.memory().exact == cache.memory().dense
 
@@ -320,6 +321,6 @@ def test_a_budget_takes_no_more_than_max_length():
     sizes, tokens = [], []
     for budget in (47, 10**9):
         cache = CompressedCache(network.config, policy=policies.H2O(budget=budget, recent=3), max_length=47)
-        tokens.append(network.generate(ids, past_key_values=cache, max_new_tokens=8, eos_token_id=None, disable_compile=True))
+        tokens.append(network.generate(ids, **passing(cache), max_new_tokens=8, eos_token_id=None, disable_compile=True))
         sizes.append(cache.nbytes)
     assert sizes[0] == sizes[1] and torch.equal(*tokens)

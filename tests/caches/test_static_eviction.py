@@ -12,6 +12,7 @@ from transformers.generation.configuration_utils import CompileConfig
 
 from qkvcache import CompressedCache, policies
 from qkvcache.formats import FP8
+from qkvcache.releases import CACHE_ARGUMENT, passing
 from tests.matrix import covering, slowly
 from tests.reference import assert_close
 from tests.seeds import SEED
@@ -58,7 +59,7 @@ def feed(model, cache, ids, sizes, mask=None):
     for size in sizes:
         given = None if mask is None else mask[:, : begin + size]
         positions = torch.arange(begin, begin + size)[None] if mask is None else (given.cumsum(-1) - 1).clamp_min(0)[:, -size:]
-        x = model(ids[:, begin : begin + size], attention_mask=given, position_ids=positions, past_key_values=cache)
+        x = model(ids[:, begin : begin + size], attention_mask=given, position_ids=positions, **passing(cache))
         out.append(x.logits[:, -1])
         begin += size
     return torch.stack(out)
@@ -106,7 +107,7 @@ def test_one_graph(name, model):
     mask[0, :5] = 0
     options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     _, eager = both(name, "int8")
-    expected = torch.stack(model.generate(ids, past_key_values=eager, disable_compile=True, **options).logits)
+    expected = torch.stack(model.generate(ids, **passing(eager), disable_compile=True, **options).logits)
     moved = []
 
     def backend(graph, inputs):
@@ -121,11 +122,11 @@ def test_one_graph(name, model):
     with torch.compiler.set_stance("default"):
         for _ in range(2):
             _, compiled = both(name, "int8")
-            got = torch.stack(model.generate(ids, past_key_values=compiled, compile_config=config, **options).logits)
+            got = torch.stack(model.generate(ids, **passing(compiled), compile_config=config, **options).logits)
             assert_close(got, expected, of_model(model))
             same(eager, compiled)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-    assert not [name for name in moved if "past_key_values" in name]  # a CUDA graph would copy them at each replay
+    assert not [name for name in moved if CACHE_ARGUMENT in name]  # a CUDA graph would copy them at each replay
     addresses = [x.data_ptr() for x in compiled.layers[0].storage.static.tensors()]
     compiled.reorder_cache(torch.tensor([1, 0]))
     assert [x.data_ptr() for x in compiled.layers[0].storage.static.tensors()] == addresses
@@ -139,7 +140,7 @@ def test_a_step_that_failed_is_not_forgotten(model, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         feed(model, cache, ids[:, 41:], (1,))
     monkeypatch.undo()
-    with pytest.raises(NotImplementedError, match="must be followed by reset"):
+    with pytest.raises(ValueError, match=r"ended between two layers.*: call reset\(\)"):
         feed(model, cache, ids[:, 41:], (1,))
 
 
@@ -173,8 +174,8 @@ def test_copies_leave_inference_mode(model):
 def test_a_step_with_gradients(model):
     cache = CompressedCache(CONFIG, format="int8", max_length=100, **ZONES)
     ids = text(1, 30, 7)
-    model(ids[:, :20], past_key_values=cache)
-    logits = model(ids[:, 20:21], past_key_values=cache).logits
+    model(ids[:, :20], **passing(cache))
+    logits = model(ids[:, 20:21], **passing(cache)).logits
     other = CompressedCache(CONFIG, format="int8", max_length=100, **ZONES)
     torch.testing.assert_close(logits[0].detach(), feed(model, other, ids, (20, 1))[-1], rtol=0, atol=2e-3)
 

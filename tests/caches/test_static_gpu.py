@@ -13,6 +13,7 @@ from qkvcache import CompressedCache, demo
 from qkvcache.kernels import attend, attend_on_codes, dispatch, pages
 from qkvcache.kernels.pages import DROPPED, LENGTH, TOKENS
 from qkvcache.layers.compressed import CompressedLayer
+from qkvcache.releases import passing
 from qkvcache.storage import Storage
 from tests.matrix import FORMATS
 from tests.reference import assert_close
@@ -143,7 +144,7 @@ def embedded():
 def generate(cache, inputs, **options):
     options = {"max_new_tokens": 50, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | options
     options |= {"return_dict_in_generate": True, "output_logits": True}
-    return embedded()[0].generate(**inputs, past_key_values=cache, **options)
+    return embedded()[0].generate(**inputs, **passing(cache), **options)
 
 
 def text(tokens: int = 300, begin: int = 0) -> dict[str, torch.Tensor]:
@@ -263,7 +264,7 @@ def prefill(network, cache, ids: torch.Tensor, chunk: int) -> tuple[int, int]:
     before = torch.cuda.memory_stats()[requested + "current"]
     with torch.no_grad():
         for part in ids.split(chunk, 1):
-            network.model(part, past_key_values=cache)
+            network.model(part, **passing(cache))
     torch.cuda.synchronize()
     stats = torch.cuda.memory_stats()
     return stats[requested + "current"] - before, stats[requested + "peak"] - before

@@ -6,6 +6,7 @@ from transformers import DynamicCache
 
 from qkvcache import CompressedCache, policies
 from qkvcache.layers.static_sliding import StaticSlidingLayer
+from qkvcache.releases import passing
 from tests.matrix import model
 from tests.reference import assert_close
 from tests.tolerance import of_model
@@ -19,7 +20,7 @@ def made(network, length=60, **options) -> CompressedCache:
 
 def read(network, cache, ids):
     with torch.no_grad():
-        return network(ids, past_key_values=cache).logits
+        return network(ids, **passing(cache)).logits
 
 
 def addresses(cache) -> list[int]:

@@ -7,6 +7,7 @@ import torch
 
 from qkvcache import CompressedCache, H2OCache
 from qkvcache.prefix import PrefixStore
+from qkvcache.releases import passing
 from tests.matrix import COVER, FORMATS, model
 from tests.reference import ZONES, assert_close
 from tests.test_gpu import on_gpu, prompt
@@ -36,11 +37,11 @@ def made(kind: str, config, **options):
 @pytest.mark.parametrize("options", [{}, {"max_length": 384}], ids=["grows", "in place"])
 @pytest.mark.parametrize("kind", [*COVER, "h2o"])
 def test_generate_equals_one_gpu(halves, kind, options):
-    expected = on_gpu(torch.float32).generate(**prompt(), past_key_values=made(kind, halves.config, **options), **OPTIONS)
+    expected = on_gpu(torch.float32).generate(**prompt(), **passing(made(kind, halves.config, **options)), **OPTIONS)
     cache = made(kind, halves.config, **options)
     for _ in range(3):  # what is read too soon differs from run to run
         cache.reset()
-        got = halves.generate(**prompt(), past_key_values=cache, **OPTIONS)
+        got = halves.generate(**prompt(), **passing(cache), **OPTIONS)
         assert_close(torch.stack(got.logits), torch.stack(expected.logits).to(got.logits[0].device), 0.02)
     devices = [{x.device.index for _, x in layer.tensors()} for layer in cache.layers]
     assert devices[0] == {0} and devices[-1] == {1}
@@ -51,12 +52,12 @@ def test_a_stored_prefix_returns_to_both(halves):
     ids = prompt(1)["input_ids"]
     cache = CompressedCache(halves.config, format="int8")
     with torch.no_grad():
-        halves(ids[:, :200], past_key_values=cache)
+        halves(ids[:, :200], **passing(cache))
     assert store.store(ids[:, :200], cache)
     found = store.fetch(ids)
     assert found.length == 200
     for layer, kept in zip(found.cache.layers, cache.layers, strict=True):
         assert {x.device for _, x in layer.tensors()} == {x.device for _, x in kept.tensors()}
-    got, expected = (halves.generate(ids, past_key_values=past, **OPTIONS) for past in (found.cache, cache))
+    got, expected = (halves.generate(ids, **passing(past), **OPTIONS) for past in (found.cache, cache))
     assert torch.equal(got.sequences, expected.sequences)
     assert_close(torch.stack(got.logits), torch.stack(expected.logits), 1e-4)

@@ -11,6 +11,7 @@ from qkvcache.demo.show import ask_later
 from qkvcache.evaluation.quality import Passages, RecallSet, at_once, divergence, recall
 from qkvcache.evaluation.recall import recall_case
 from qkvcache.policies import SnapKV
+from qkvcache.releases import passing
 from tests.matrix import slowly
 
 
@@ -48,7 +49,7 @@ def test_it_recalls_code_words_that_it_read(loaded):
     for number in range(6):
         case = recall_case(rng, filler(rng), number / 5)
         prompt = tokenizer(case.prompt, return_tensors="pt")
-        out = model.generate(**prompt, past_key_values=DynamicCache(config=model.config), max_new_tokens=12, do_sample=False)
+        out = model.generate(**prompt, **passing(DynamicCache(config=model.config)), max_new_tokens=12, do_sample=False)
         right += tokenizer.decode(out[0, prompt["input_ids"].shape[1] :]).startswith(case.answer + ".")
     assert right >= 5
 

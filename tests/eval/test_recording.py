@@ -18,6 +18,7 @@ from qkvcache.policies import (
     SinkWindow,
     SnapKV,
 )
+from qkvcache.releases import passing
 from tests.matrix import model as tiny
 from tests.matrix import slowly
 
@@ -51,8 +52,8 @@ def test_the_record_fills_a_cache_as_the_model_does(loaded, ids, recorded, polic
     filled, run = (CompressedCache(model.config, format=format, policy=policy) for _ in range(2))
     recorded.fill(filled, model, ids)
     with torch.no_grad():
-        model(ids, past_key_values=run)
-        logits = [model(ids[:, :3], past_key_values=cache).logits for cache in (filled, run)]
+        model(ids, **passing(run))
+        logits = [model(ids[:, :3], **passing(cache)).logits for cache in (filled, run)]
     assert torch.equal(*logits)
     assert all(torch.equal(filled.kept_positions(i), run.kept_positions(i)) for i in range(5))
     assert filled.nbytes == run.nbytes
@@ -66,7 +67,7 @@ def test_bytes_are_those_of_sixteen_bit(loaded, ids, recorded, policy):
     filled, run = (CompressedCache(model.config, policy=policy) for _ in range(2))
     row.fill(filled, loaded[0], ids[:1])
     with torch.no_grad():
-        model(ids[:1], past_key_values=run)
+        model(ids[:1], **passing(run))
     assert filled.nbytes == run.nbytes
 
 
@@ -112,5 +113,5 @@ def test_without_a_record_the_model_reads_again():
     dense, run = (DynamicCache(config=network.config) for _ in range(2))
     recorded.fill(dense, network, ids)
     with torch.no_grad():
-        network(ids, past_key_values=run)
+        network(ids, **passing(run))
     assert all(torch.equal(a.keys, b.keys) for a, b in zip(dense.layers, run.layers, strict=True))

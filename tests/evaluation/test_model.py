@@ -13,6 +13,7 @@ from qkvcache import demo, formats
 from qkvcache.evaluation.model import CacheLM
 from qkvcache.evaluation.spec import CacheSpec
 from qkvcache.policies import REGISTRY, AdaKV, SnapKV
+from qkvcache.releases import passing
 from tests.evaluation.asked import SHORT, TOKENIZER, cached, instances, plain, score, token_requests
 from tests.matrix import covering, model, slowly
 
@@ -76,11 +77,11 @@ def test_scores_are_those_of_reading_on_through_the_cache(options, chunk):
         ids = torch.tensor([context + continuation])
         with torch.no_grad():
             if len(context) > 1:
-                network(ids[:, : len(context) - 1], past_key_values=cache)
+                network(ids[:, : len(context) - 1], **passing(cache))
             steps = ids[:, len(context) - 1 : -1].split(chunk, dim=1)
             # Beside longer continuations, a last step of one token has padding after it.
             padded = [F.pad(step, (0, int(step.shape[1] == 1 < chunk))) for step in steps]
-            logits = torch.cat([network(step, past_key_values=cache).logits for step in padded], dim=1)[:, : len(continuation)]
+            logits = torch.cat([network(step, **passing(cache)).logits for step in padded], dim=1)[:, : len(continuation)]
         expected = logits.log_softmax(-1).gather(-1, ids[:, len(context) :, None]).sum()
         assert log_prob == pytest.approx(expected.item(), abs=1e-4)
         assert likeliest == (logits.argmax(-1) == ids[:, len(context) :]).all()
@@ -122,8 +123,8 @@ def test_answers_are_those_of_generate_with_a_read_prompt(policy):
         ids = TOKENIZER(prompt, return_tensors="pt")["input_ids"]
         cache = lm.new_cache()
         with torch.no_grad():
-            network(ids[:, :-1], past_key_values=cache)
-        out = network.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False)
+            network(ids[:, :-1], **passing(cache))
+        out = network.generate(ids, **passing(cache), max_new_tokens=6, do_sample=False)
         assert answer == TOKENIZER.decode(out[0, ids.shape[1] :], skip_special_tokens=True).split(".")[0]
 
 

@@ -7,6 +7,7 @@ from transformers import DynamicCache
 from qkvcache import CompressedCache, demo
 from qkvcache.evaluation.quality import Passages, RecallSet, at_once, divergence, held_bytes, prefill, recall, steps
 from qkvcache.policies import H2O, KeyDiff, KVzip, SinkWindow
+from qkvcache.releases import passing
 from tests.matrix import covering
 from tests.matrix import model as tiny
 
@@ -27,8 +28,8 @@ def test_a_cache_is_filled_as_the_model_does(loaded, policy, format):
     filled, run = (CompressedCache(model.config, format=format, policy=policy) for _ in range(2))
     assert prefilled.fill(filled, model, ids) is filled
     with torch.no_grad():
-        model(ids, past_key_values=run)
-        logits = [model(ids[:, :3], past_key_values=cache).logits for cache in (filled, run)]
+        model(ids, **passing(run))
+        logits = [model(ids[:, :3], **passing(cache)).logits for cache in (filled, run)]
     assert torch.equal(*logits) and filled.nbytes == run.nbytes
 
 
@@ -48,7 +49,7 @@ def test_layers_that_slide_are_read_again():
     prefilled, _ = prefill(network, ids)
     prefilled.fill(dense, network, ids)
     with torch.no_grad():
-        network(ids, past_key_values=run)
+        network(ids, **passing(run))
     assert not prefilled.copies
     assert all(torch.equal(a.keys, b.keys) for a, b in zip(dense.layers, run.layers, strict=True))
 
@@ -89,7 +90,7 @@ def test_states_of_linear_layers_count_in_a_dense_cache_too():
     dense, ours = DynamicCache(config=network.config), CompressedCache(network.config, format="identity")
     with torch.no_grad():
         for cache in (dense, ours):
-            network(torch.arange(3, 43)[None], past_key_values=cache)
+            network(torch.arange(3, 43)[None], **passing(cache))
     states = [layer for layer in dense.layers if hasattr(layer, "recurrent_states")]
     in_states = sum(x.nbytes for layer in states for of in (layer.conv_states, layer.recurrent_states) for x in of.values())
     in_keys = sum(layer.keys.nbytes + layer.values.nbytes for layer in dense.layers if layer not in states)
@@ -108,7 +109,7 @@ def test_tokens_read_at_once_see_what_they_see_one_by_one(loaded, tokens, kept):
     for size in (None, 1):
         cache = CompressedCache(model.config, format="turboquant_3bit_nc", **KEPT[kept])
         with torch.no_grad():
-            model(ids[:, :tokens], past_key_values=cache)
+            model(ids[:, :tokens], **passing(cache))
         sizes.append(at_once(cache))
         found.append(torch.cat(list(steps(model, cache, ids[:, tokens:], size)), dim=1))
     close = torch.isclose(*found, rtol=1e-3, atol=1e-3)  # a code at a border of two may fall to either side
@@ -124,6 +125,6 @@ def test_reading_at_once_what_should_come_one_by_one_is_seen(loaded):
         found = []
         for size in (None, 80):
             cache = CompressedCache(model.config, format="turboquant_3bit_nc", residual_length=32)
-            model(ids[:, :200], past_key_values=cache)
+            model(ids[:, :200], **passing(cache))
             found.append(torch.cat(list(steps(model, cache, ids[:, 200:], size)), dim=1))
     assert (found[0] - found[1]).abs().max() > 0.01

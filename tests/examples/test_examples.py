@@ -4,14 +4,13 @@ import re
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 
 from qkvcache import demo, models
 from tests.examples.load import EXAMPLES, load
 from tests.processes import ranks
+from tests.releases import BATCHING
 
-BATCHING = pytest.mark.skipif(Version(transformers.__version__) < Version("5.19"), reason="transformers has no page allocators")
+batching = pytest.mark.skipif(not BATCHING, reason="continuous batching needs transformers 5.24")
 
 
 def test_a_chat_goes_on_in_constant_memory(capsys):
@@ -122,7 +121,7 @@ def test_device_map(capsys):
     assert "MB of the cache" in capsys.readouterr().out
 
 
-@BATCHING
+@batching
 @pytest.mark.filterwarnings("ignore:continuous batching on compressed pages has no kernels")
 def test_a_batch_beside_transformers_own_pages(capsys):
     dense, four = load("batch").main(["--prompts", "4", "--new-tokens", "4", "--dtype", "float32", "--pool-mb", "20"])
@@ -131,7 +130,7 @@ def test_a_batch_beside_transformers_own_pages(capsys):
     assert "tokens fit" in capsys.readouterr().out
 
 
-@BATCHING
+@batching
 @pytest.mark.filterwarnings("ignore:continuous batching on compressed pages has no kernels")
 def test_a_client_of_the_server(capsys):
     pytest.importorskip("openai")
@@ -149,7 +148,7 @@ def test_a_client_of_the_server(capsys):
     assert "2 requests" in capsys.readouterr().out
 
 
-@BATCHING
+@batching
 @pytest.mark.filterwarnings("ignore:continuous batching on compressed pages has no kernels")
 def test_a_batch_with_accelerate():
     state = pytest.importorskip("accelerate").PartialState
@@ -159,7 +158,7 @@ def test_a_batch_with_accelerate():
         state._reset_state()
 
 
-@BATCHING
+@batching
 @pytest.mark.slow
 def test_a_batch_over_processes():
     pytest.importorskip("accelerate")

@@ -1,7 +1,5 @@
 """Attention of many queries over chunks of a quantized past is the attention over all of it."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
@@ -10,7 +8,6 @@ from qkvcache.kernels import attend_chunked as attend_chunked_module
 from qkvcache.kernels.attend_chunked import (
     ChunkedKV,
     attend_chunked,
-    cut,
     merge,
     supports,
 )
@@ -73,99 +70,6 @@ def test_parts_are_merged_before_all_are_there(monkeypatch, parts):
     (out, lse), (wanted, wanted_lse) = (attend_chunked(query, held, chunk_tokens=size)[:2] for size in (64, 4096))
     close(out, wanted)
     torch.testing.assert_close(lse, wanted_lse, rtol=LIMIT, atol=LIMIT)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("queries", [300, 1030])
-@pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
-def test_cudnn(monkeypatch, format, queries):
-    """Chunks of cuDNN's sizes, and its causal attention."""
-    monkeypatch.setattr(attend_chunked_module, "PLAN_FLOPS", 0)
-    held, query = attention_inputs(format, 6200, queries, 128, batch=4), torch.randn(4, 8, queries, 128, device=DEVICE, dtype=DTYPE)
-    close(attend_chunked(query, held)[0], attend(query, held, causal=True))
-
-
-@pytest.fixture
-def cudnn(monkeypatch):
-    """Keys' numbers and strides, and causality, of what torch's attention on the CPU attends to for cuDNN, in parts of 64 and 32 tokens of
-    chunks of 128."""
-    calls = []
-
-    def attention(query, key, value, scaling, causal):
-        calls.append((key.shape[2], key.stride(), causal))
-        if causal:
-            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scaling)
-
-    monkeypatch.setattr(attend_chunked_module, "_cudnn_is_faster", lambda folded, device: True)
-    monkeypatch.setattr(attend_chunked_module, "_cudnn_attention", attention)
-    attend_chunked_module._done_by.cache_clear()
-    for name, value in {"CUDNN_TOKENS": (64, 32), "CHUNK_TOKENS": 160}.items():
-        monkeypatch.setattr(attend_chunked_module, name, value)
-    return calls
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="torch's attention on the CPU stands in for cuDNN")
-@pytest.mark.parametrize("format", ["int8", "hadaquant_k4v4"])
-@pytest.mark.parametrize("tokens", [23, 60, 200, 437])
-def test_cudnn_gets_few_shapes_and_strides(monkeypatch, cudnn, format, tokens):
-    """Of a past of any length. What is left goes to flash attention."""
-    monkeypatch.setattr(attend_chunked_module, "PLAN_FLOPS", 0)
-    held = attention_inputs(format, tokens + 4 + 33, 9)
-    query = torch.randn(2, 8, 9, 64, device=DEVICE, dtype=DTYPE)
-    close(attend_chunked(query, held)[0], attend(query, held, causal=True))
-    seen = {call[:2] for call in cudnn if not call[2]}
-    assert seen <= {(count, (2 * 64, 64, 2 * 2 * 64, 1)) for count in (32, 64)} and bool(seen) == (tokens >= 32)
-    assert sum(call[2] for call in cudnn) == 1
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="torch's attention on the CPU stands in for cuDNN")
-def test_plans_of_cudnn_are_for_shapes_that_come_again(monkeypatch, cudnn):
-    """A chat that grows, whose turns are all of different lengths, has no plan. Turns over pasts of 64 tokens have one when flash attention
-    has cost as much; it serves the parts of longer pasts, too, and what they leave is counted for the smaller size."""
-    monkeypatch.setattr(attend_chunked_module, "PLAN_FLOPS", 4 * 2 * 8 * 9 * 64 * 64 * 3)  # three layers' attention of 9 new tokens to 64
-
-    def turn(past: int, queries: int = 9) -> list[int]:
-        """The parts that cuDNN attends to."""
-        cudnn.clear()
-        held, query = attention_inputs("int8", past + 4 + 33, queries), torch.randn(2, 8, queries, 64)
-        close(attend_chunked(query, held)[0], attend(query, held, causal=True))
-        return [call[0] for call in cudnn]
-
-    assert not any(turn(64 * n, 10 + n) for n in range(1, 5))
-    assert [turn(64) for _ in range(4)] == [[], [], [], [64]]
-    assert [turn(100) for _ in range(7)] == [[64]] * 6 + [[64, 32]]
-    assert turn(64 + 32 + 128) == [64, 64, 64, 32]
-    assert turn(64, 11) == []
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="torch's attention on the CPU stands in for cuDNN")
-def test_plans_of_cudnn_for_the_new_tokens(monkeypatch, cudnn):
-    monkeypatch.setattr(attend_chunked_module, "PLAN_FLOPS", 2 * 2 * 8 * 40 * 40 * 64 * 2)  # two layers' 40 new tokens
-    seen = []
-    for recent in (33, 33, 34, 33):  # another number of exact tokens has other strides
-        cudnn.clear()
-        held, query = attention_inputs("int8", 4 + recent, 40, recent=recent), torch.randn(2, 8, 40, 64)
-        close(attend_chunked(query, held)[0], attend(query, held, causal=True))
-        seen.append([call[0] for call in cudnn])
-    assert seen == [[], [], [], [40]]
-
-
-def test_a_shape_pays_when_other_kernels_have_cost_as_much(monkeypatch):
-    """In each thread for itself. Of 32 layers over 16,384 tokens, 8 x 512 new ones pay in eight turns, 1 x 1,024 not in ten."""
-    attend_chunked_module._done_by.cache_clear()
-    monkeypatch.setattr(attend_chunked_module, "CUDNN_TOKENS", (16384,))
-    turns = {(8, 512): 0, (1, 1024): 0}
-    for rows, new in turns:
-        query = torch.empty(rows, 32, new, 128, device="meta")
-        plan = attend_chunked_module._plan(query, (rows, 8, 4 * new, 128), 16384)
-        while not attend_chunked_module.plan_pays(plan) and turns[rows, new] < 10:
-            turns[rows, new] += 1
-            for _ in range(32):
-                attend_chunked_module._count(query, (rows, 8, 4 * new, 128), 16384, [16384])
-        with ThreadPoolExecutor(1) as other:
-            assert not other.submit(attend_chunked_module.plan_pays, plan).result()
-    assert turns == {(8, 512): 8, (1, 1024): 10}
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (16, 2)])
@@ -339,12 +243,6 @@ def test_chunks_hold_every_token_once():
     assert sum(sizes) == held.paged.max_length and set(sizes[:-1]) == {192} and 0 < sizes[-1] <= 192
 
 
-def test_cuts_are_of_few_sizes():
-    sizes = list(cut(700, (192, 64)))
-    assert sum(sizes) == 700 and sizes == [192, 192, 192, 64, 60]
-    assert list(cut(64, (192, 64))) == [64] and not list(cut(0, (192, 64)))
-
-
 @pytest.mark.parametrize(
     ("format", "dim", "per_head"), covering(slowly(matrix.FORMATS, FORMATS), slowly([64, 80], [64]), [False, True], strength=1)
 )
@@ -369,7 +267,7 @@ def test_merge_kernel(heads, groups, dim, sinks):
     batch, queries = 2, 5
     all_heads = heads * groups
     parts = [
-        (torch.randn(batch, heads, 32, dim, device=DEVICE), torch.randn(batch, heads, 32, device=DEVICE)),
+        (torch.randn(batch, heads, groups * queries, dim, device=DEVICE), torch.randn(batch, heads, groups * queries, device=DEVICE)),
         (torch.randn(batch, all_heads, queries, dim, device=DEVICE), torch.randn(batch, all_heads, queries, device=DEVICE)),
         (torch.randn(batch, queries, all_heads, dim, device=DEVICE).transpose(1, 2), torch.full((batch, all_heads, queries), -1e30)),
     ]

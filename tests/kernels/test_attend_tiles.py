@@ -9,7 +9,7 @@ import torch
 
 from qkvcache.attention import route
 from qkvcache.formats.int4 import Int4
-from qkvcache.kernels import AttentionBudget, attend, attend_chunked, attends_in_tiles
+from qkvcache.kernels import AttentionBudget, attend, attends_in_tiles
 from qkvcache.kernels.attend import attend_pages as attend_in_torch
 from qkvcache.kernels.select_blocks import select_blocks
 from tests.matrix import FORMATS, slowly
@@ -172,35 +172,17 @@ def test_groups(group_size, served, monkeypatch):
         compare(monkeypatch, "int4", query, attention_inputs)
 
 
-@pytest.fixture
-def cudnn(monkeypatch):
-    """cuDNN would be faster for more than 32 rows, and gets parts of 64 tokens."""
-    monkeypatch.setattr(route, "MOST_TILE_ROWS", 32)
-    monkeypatch.setattr(attend_chunked, "_cudnn_is_faster", lambda folded, device: True)
-    monkeypatch.setattr(attend_chunked, "CUDNN_TOKENS", (64,))
-    attend_chunked._done_by.cache_clear()
-    monkeypatch.setattr(attend_chunked, "PLAN_FLOPS", 4 * 2 * 36 * 64 * 64 * 3)  # three layers' 36 rows of 2 heads, to 64 tokens
-    monkeypatch.setattr(route, "_few", lambda query, attention_inputs: False)
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="rows are padded there")
-def test_many_rows_go_in_chunks_once_cudnn_has_paid(cudnn):
+def test_the_path_depends_on_shapes_and_options_alone(monkeypatch):
+    monkeypatch.setattr(route, "MAX_FUSED_ROWS", 32)
     query, attention_inputs = make("int8", heads=2, group=4, queries=9, tokens=130)
-    assert [route.on_codes(query, attention_inputs) for _ in range(5)] == [True] * 3 + [False] * 2
-    assert not route.on_codes(query[:, :, :8], attention_inputs)  # too few for tiles
-    few = make("int8", heads=2, group=4, queries=9, tokens=60, cuts=())[1]
-    assert all(route.on_codes(query, few) for _ in range(9))  # no part for cuDNN
 
+    def path(query=query, implementation="sdpa", **options):
+        return route.path_of(implementation, query, attention_inputs, **options)
 
-def test_up_to_a_number_of_rows_nothing_is_counted(cudnn, monkeypatch):
-    monkeypatch.setattr(route, "MOST_TILE_ROWS", 36)
-    query, attention_inputs = make("int8", heads=2, group=4, queries=9, tokens=130)
-    assert all(route.on_codes(query, attention_inputs) for _ in range(9))
-
-
-def test_many_rows_go_in_chunks_with_large_outputs(cudnn, monkeypatch):
-    query, attention_inputs = make("int8", heads=2, group=4, queries=9, tokens=130)
-    shown = torch.ones(1, 1, 1, 130, dtype=torch.bool, device=DEVICE)
-    assert attends_in_tiles(query, attention_inputs, shown) and route.on_codes(query, attention_inputs, shown)
+    assert path(query[:, :, :8]) == "codes" and {path() for _ in range(9)} == {"tiles"}
+    assert path(observed=True) == "chunks" and path(query.float()) == "dense"
+    assert path(softcap=5.0) == "tiles" and path(softcap=5.0, implementation="flash_attention_2") == "dense"
     monkeypatch.setattr(route, "CHUNK_BYTES", 8 * query.numel() - 1)
-    assert not route.on_codes(query, attention_inputs)
+    assert path() == "chunks"
+    monkeypatch.setenv("QKVCACHE_KERNELS", "torch")
+    assert path() == "codes" and path(query.expand(-1, -1, 9, -1).repeat(1, 1, 2, 1)) == "chunks"

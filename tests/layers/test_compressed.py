@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qkvcache.attention import CompressedKV
+from qkvcache.attention.compressed_kv import warn_once
 from qkvcache.kernels import attend, pages
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.snapshot import snapshot
@@ -103,6 +104,19 @@ def test_the_first_update_keeps_gradients_and_stores_none():
     assert not any(t.requires_grad for _, t in layer.tensors())
     with torch.no_grad():
         assert isinstance(layer.update(*given)[0], CompressedKV)
+
+
+def test_dropped_gradients_are_told_once(recwarn):
+    """Not of a fixed prefix, nor after the tokens with gradients were taken back."""
+    warn_once.cache_clear()
+    layer = filled()
+    for _ in range(2):
+        layer.update(*(x.requires_grad_() for x in new(3)))
+        layer.crop(-3)
+    assert not recwarn
+    for _ in range(3):
+        layer.update(*(x.requires_grad_() for x in new(3)))
+    assert ["gradients do not reach the tokens in the cache" in str(x.message) for x in recwarn] == [True]
 
 
 @pytest.mark.parametrize("modes", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)])

@@ -6,6 +6,7 @@ import torch
 from qkvcache import CompressedCache, SinkCache, policies
 from qkvcache.attention import masks
 from qkvcache.policies import H2O, TOVA, Custom, KeyDiff, SinkWindow
+from qkvcache.releases import passing
 from tests.matrix import model
 from tests.reference import assert_close, forward
 from tests.tolerance import rounding
@@ -98,7 +99,7 @@ def test_no_graph_is_held():
         weight.requires_grad_(weight is query)
     try:
         for begin in range(3):
-            network(torch.randint(3, 100, (1, 20 if not begin else 1)), past_key_values=cache)
+            network(torch.randint(3, 100, (1, 20 if not begin else 1)), **passing(cache))
         assert not any(x.requires_grad for layer in cache.layers for _, x in layer.tensors())
     finally:
         for weight in network.parameters():

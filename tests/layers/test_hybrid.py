@@ -11,6 +11,7 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 from qkvcache import CompressedCache, H2OCache, PrefixStore, policies
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.layers.hybrid import EvictingHybridLayer, HybridLayer
+from qkvcache.releases import passing
 from tests.matrix import model
 from tests.reference import assert_close
 from tests.tolerance import of_model
@@ -25,7 +26,7 @@ OPTIONS = {
 
 def read(cache, ids):
     with torch.no_grad():
-        return model("falcon_h1")(ids, past_key_values=cache).logits
+        return model("falcon_h1")(ids, **passing(cache)).logits
 
 
 def filled(name, rows=2, tokens=30):
@@ -116,13 +117,13 @@ def test_assisted_decoding_takes_states_back(way):
         cache = CompressedCache(network.config, format="int8", **ZONES | {"residual_length": 64})
         if name == "qwen3_next":
             with pytest.raises(ValueError, match="not supported with stateful models"):
-                network.generate(prompt, past_key_values=cache, **chosen)
+                network.generate(prompt, **passing(cache), **chosen)
             continue
         expected = prompt
         for _ in range(12):
             with torch.no_grad():
                 expected = torch.cat([expected, network(expected, use_cache=False).logits[:, -1:].argmax(-1)], 1)
-        assert torch.equal(network.generate(prompt, past_key_values=cache, **chosen), expected)
+        assert torch.equal(network.generate(prompt, **passing(cache), **chosen), expected)
 
 
 def test_memory_counts_states():
@@ -186,10 +187,10 @@ def test_a_dense_cache_is_stored_quantized():
 def test_compiled_steps_say_what_uncompiled_ones_say():
     network, text = model("falcon_h1"), ids(1, 20)
     options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
-    expected = network.generate(text, past_key_values=CompressedCache(network.config, format="int8"), **options)
+    expected = network.generate(text, **passing(CompressedCache(network.config, format="int8")), **options)
     cache = CompressedCache(network.config, format="int8", max_length=40)
     assert cache.is_compileable
-    assert torch.equal(network.generate(text, past_key_values=cache, disable_compile=True, **options), expected)
+    assert torch.equal(network.generate(text, **passing(cache), disable_compile=True, **options), expected)
 
 
 def test_a_tiny_zamba_runs_on_codes():
@@ -200,5 +201,5 @@ def test_a_tiny_zamba_runs_on_codes():
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model("zamba2", **sizes | small, chunk_size=16, mamba_d_state=16)).eval()
     caches = DynamicCache(config=network.config), CompressedCache(network.config, format="identity")
     for tokens in (20, 1, 1):
-        logits = [network(ids(2, tokens, tokens), past_key_values=cache).logits for cache in caches]
+        logits = [network(ids(2, tokens, tokens), **passing(cache)).logits for cache in caches]
         assert_close(logits[1], logits[0], of_model(network))

@@ -14,6 +14,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from qkvcache import CompressedCache, H2OCache, PrefixStore, TurboQuantCache, attention
 from qkvcache.layers.indexed import IndexedLayer
+from qkvcache.releases import passing
 from tests import matrix
 from tests.reference import assert_close, count_decoded_layers
 from tests.seeds import SEED
@@ -50,7 +51,7 @@ def read(network: hf.PreTrainedModel, cache, ids: torch.Tensor, sizes: tuple[int
     with torch.no_grad():
         for size in sizes:
             shown = None if mask is None else mask[:, : at + size]
-            found.append(network(ids[:, at : at + size], attention_mask=shown, past_key_values=cache).logits)
+            found.append(network(ids[:, at : at + size], attention_mask=shown, **passing(cache)).logits)
             at += size
     return torch.cat(found, 1)
 
@@ -136,7 +137,7 @@ def test_a_compiled_step_is_one_graph():
         cache = CompressedCache(network.config, format="identity", max_length=96)
         read(network, cache, ids, (60,))
         step = torch.compile(network.forward, backend="eager", fullgraph=True) if compiled else network.forward
-        found += [torch.cat([step(ids[:, at : at + 1], past_key_values=cache).logits for at in (60, 61, 62)])]
+        found += [torch.cat([step(ids[:, at : at + 1], **passing(cache)).logits for at in (60, 61, 62)])]
     assert_close(*found, of_model(network, 70))
 
 
@@ -145,8 +146,8 @@ def test_generate_with_and_without_beams():
     ids = tokens(network, 30, rows=1)
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
     for more in ({"num_beams": 3}, {}):
-        expected = network.generate(ids, past_key_values=DynamicCache(config=network.config), **options, **more)
-        got = network.generate(ids, past_key_values=CompressedCache(network.config, format="identity"), **options, **more)
+        expected = network.generate(ids, **passing(DynamicCache(config=network.config)), **options, **more)
+        got = network.generate(ids, **passing(CompressedCache(network.config, format="identity")), **options, **more)
         assert torch.equal(got.sequences, expected.sequences)
 
 

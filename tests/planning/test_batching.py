@@ -6,8 +6,6 @@ import re
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from transformers import PretrainedConfig
 from typer.testing import CliRunner
 
@@ -16,9 +14,10 @@ from qkvcache.cli import app
 from qkvcache.planning import plan_all
 from qkvcache.planning.batching import fitting
 from tests.matrix import MODELS, model
+from tests.releases import BATCHING
 
-if Version(transformers.__version__) < Version("5.19"):
-    pytest.skip("transformers has no page allocators", allow_module_level=True)
+if not BATCHING:
+    pytest.skip("continuous batching needs transformers 5.24", allow_module_level=True)
 
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import PagedAttentionCache, RequestState

@@ -9,6 +9,7 @@ from qkvcache.caches.memory import bytes_by_role
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.planning import plan
 from qkvcache.planning.model import shapes
+from qkvcache.releases import passing
 from qkvcache.storage import growth
 from tests.matrix import COVER, FORMATS, MODELS, POLICIES, SHARED, THREE, by_layer, covering, model, slowly
 
@@ -33,9 +34,9 @@ def read(name: str, prompt: int, steps: int, **options) -> CompressedCache:
     cache = CompressedCache(network.config, **options)
     ids = torch.randint(3, 99, (ROWS, prompt))
     with torch.inference_mode():
-        network(input_ids=ids, past_key_values=cache)
+        network(input_ids=ids, **passing(cache))
         for _ in range(steps):
-            network(input_ids=ids[:, :1], past_key_values=cache)
+            network(input_ids=ids[:, :1], **passing(cache))
     return cache
 
 
@@ -76,7 +77,7 @@ def test_models(name):
 
 IN_LAYERS = [
     *(("llama", *pair) for pair in covering(ALL_POLICIES, COVER, strength=1)),
-    *(("phi3", *pair) for pair in covering(["none", "keydiff_values", "h2o_share"], COVER, strength=1)),
+    *(("phi3", *pair) for pair in covering(["none", "keydiff", "h2o_share"], COVER, strength=1)),
 ]
 
 
@@ -259,7 +260,7 @@ def test_preallocated_caches_in_models(name):
         cache = CompressedCache(network.config, max_length=2000, **options)
         with torch.inference_mode():
             for tokens in (60, 1, 1):
-                network(input_ids=torch.randint(3, 99, (ROWS, tokens)), past_key_values=cache)
+                network(input_ids=torch.randint(3, 99, (ROWS, tokens)), **passing(cache))
         planned = plan(MODELS[name](), context=62, batch=ROWS, dtype=torch.float32, max_length=2000, **options)
         assert planned.bytes_per_gpu == pytest.approx(cache.nbytes, rel=0.01)
 
@@ -268,6 +269,6 @@ def test_a_static_cache_of_transformers():
     config = MODELS["gemma3"]()
     cache = StaticCache(config, 300)
     with torch.inference_mode():
-        model("gemma3")(input_ids=torch.randint(3, 99, (1, 20)), past_key_values=cache)
+        model("gemma3")(input_ids=torch.randint(3, 99, (1, 20)), **passing(cache))
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert plan(config, context=20, max_length=300, dtype=torch.float32).bytes_per_request == held

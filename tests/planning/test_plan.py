@@ -13,6 +13,7 @@ from qkvcache import formats, plan, policies
 from qkvcache.planning import plan_all
 from qkvcache.planning.model import activation_bytes, weights_bytes
 from qkvcache.planning.plan import in_words
+from qkvcache.releases import passing
 from tests.matrix import ENCODER_DECODERS, MODELS, model
 
 LLAMA = MODELS["llama"]()
@@ -96,7 +97,7 @@ def test_heads_are_those_that_the_cache_is_given(config, heads):
     config.num_hidden_layers, config.vocab_size = 2, 100
     cache = hf.DynamicCache(config=config)
     with torch.inference_mode():
-        hf.AutoModelForCausalLM.from_config(config).eval()(input_ids=torch.randint(3, 99, (1, 20)), past_key_values=cache)
+        hf.AutoModelForCausalLM.from_config(config).eval()(input_ids=torch.randint(3, 99, (1, 20)), **passing(cache))
     assert cache.layers[0].keys.shape[1] == heads
     assert plan(config, context=20, dtype=torch.float32).dense == 2 * 2 * cache.layers[0].keys.nbytes
 
@@ -123,7 +124,7 @@ def test_activations_of_a_prompt_are_what_it_allocates():
     llama = hf.LlamaForCausalLM(config).to(torch.bfloat16).eval()
     cache = hf.DynamicCache(config=config)
     with torch.inference_mode(), Peak() as peak:
-        llama(torch.randint(0, 64, (1, tokens)), past_key_values=cache, logits_to_keep=1)
+        llama(torch.randint(0, 64, (1, tokens)), **passing(cache), logits_to_keep=1)
     each = activation_bytes(config, torch.bfloat16)
     measured = (peak.most - plan(config, context=tokens, dtype="bfloat16").dense) / tokens
     assert 0.8 * measured < each < 1.1 * measured

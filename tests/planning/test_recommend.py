@@ -90,7 +90,7 @@ def test_facts_are_evicted_by_a_second_reading_of_each_context():
 
 def test_a_chat_shares_its_beginning():
     chat = recommend(LLAMA, context=9000, chat=True)
-    assert "PrefixStore" in chat.reason and "--enable-hierarchical-cache" in chat.sglang
+    assert "PrefixStore" in chat.reason
 
 
 def test_memory_moves_the_choice_to_the_closest_cache_that_fits():
@@ -110,7 +110,7 @@ def test_memory_moves_the_choice_to_the_closest_cache_that_fits():
 def test_what_need_not_be_compressed_is_left_dense():
     for config, context in ((SMALL, 40), (MODELS["mistral"](), 10_000)):
         found = recommend(config, context=context)
-        assert type(made(found.call, config)) is hf.DynamicCache and found.vllm == "--kv-cache-dtype auto"
+        assert type(made(found.call, config)) is hf.DynamicCache
 
 
 def test_a_dense_cache_is_taken_only_where_it_fits():
@@ -137,14 +137,6 @@ def test_models_that_allow_less():
     odd.head_dim = 42  # in no four-bit packing
     found = recommend(odd, context=100_000)
     assert made(found.call, odd) and not REGISTRY[found.plan.format].refuses(42)
-
-
-def test_flags_of_engines():
-    assert set(module.VLLM) <= set(REGISTRY)
-    for context, workload, flag in ((2000, "facts", "int8_per_token_head"), (10_000, "facts", "turboquant_4bit_nc")):
-        found = recommend(LLAMA, context=context, workload=workload)
-        assert (found.vllm, found.sglang) == (f"--kv-cache-dtype {flag}", "--kv-cache-dtype fp8_e4m3")
-    assert recommend(LLAMA, context=9000, streaming=True).vllm == "--kv-cache-dtype auto"
 
 
 @pytest.mark.parametrize(

@@ -199,14 +199,8 @@ class Head:
         budget = policy.budgets[0].tokens
         held = sorted(self.held)
         rank = {p: self.priority(i, held) for i, p in enumerate(held)}
-        norm = {p: float(self.values[p].norm()) for p in held}
-        if policy.value_norm:
-            rank = {p: rank[p] * norm[p] for p in held}
         recent = policy.recent if isinstance(policy.recent, int) else int(policy.recent * budget)
         free = [p for p in held if policy.num_sink_tokens <= p < self.seen - recent]
-        large = int(policy.protect_values * budget)
-        for p in sorted(free, key=norm.get)[max(len(free) - large, 0) :] if large else []:
-            rank[p] = 1e30
         return {p: rank[p] if p in free else float("inf") for p in held}
 
     def priority(self, i: int, held: list[int]) -> float:

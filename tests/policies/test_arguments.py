@@ -56,14 +56,10 @@ WRONG = [
     (H2O, {"recent": True}, TypeError, "True"),
     (H2O, {"interval": 0}, ValueError, "interval=0"),
     (H2O, {"interval": 1.0}, TypeError, "1.0"),
-    (H2O, {"protect_values": 1.0}, ValueError, "protect_values=1.0"),
-    (H2O, {"protect_values": -0.1}, ValueError, "protect_values=-0.1"),
-    (ExpectedAttention, {"value_norm": True}, ValueError, "value_norm=True"),
     (ExpectedAttention, {"n_future_positions": 0}, ValueError, "n_future_positions=0: must be 1 or more positions"),
     (ExpectedAttention, {"epsilon": -1.0}, ValueError, "epsilon=-1.0"),
     (H2O, {"budget": 10, "num_sink_tokens": 4, "recent": 7}, ValueError, "budget=10: num_sink_tokens=4, recent=7"),
     (H2O, {"budget": 10, "num_sink_tokens": 4, "recent": 5, "interval": 3}, ValueError, "interval=3"),
-    (H2O, {"budget": 10, "num_sink_tokens": 4, "recent": 4, "protect_values": 0.3}, ValueError, "protect_values=0.3 take 11"),
     (H2O, {"budget": [64, 10], "num_sink_tokens": 6, "recent": 5}, ValueError, "budget=10"),
     (TOVA, {"budget": 3}, ValueError, "budget=3: num_sink_tokens=4"),
     (H2O, {"budget": 1.0}, ValueError, "budget=1.0: a share of 1 evicts nothing"),
@@ -82,7 +78,6 @@ WRONG = [
     (SinkWindow, {"num_sink_tokens": -1}, ValueError, "num_sink_tokens=-1"),
     (SinkWindow, {"budget": 100}, TypeError, "budget"),
     (SlidingWindow, {"window_length": 1.5}, TypeError, "1.5"),
-    *[(kind, {"value_norm": True}, ValueError, f"{kind.__name__} are not attention") for kind in (KeyDiff, Knorm, Random, SinkWindow)],
     (KVzip, {"alpha_safeguard": 1.5}, ValueError, "alpha_safeguard=1.5"),
     (KVzip, {"budget": Budget(64, heads=(1.0,))}, ValueError, "alpha_safeguard=0.2 with Budget.heads"),
     (Custom, {"function": 3}, TypeError, "3"),
@@ -201,8 +196,6 @@ def test_what_a_policy_lacks_is_said():
         Policy().priority(tokens())
     with pytest.raises(NotImplementedError):
         Policy().observe(torch.ones(1), torch.ones(1), 1)
-    with pytest.raises(ValueError, match="norms of values"):
-        H2O(value_norm=True).rank(tokens(score=torch.ones(1, 2, 3)), Budget(8))
     x = torch.ones(1, 2, 3, 4)
     with pytest.raises(ValueError, match="not given queries"):
         ExpectedAttention().arrive({}, Arrivals(x, x, x, x))

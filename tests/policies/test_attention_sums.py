@@ -147,19 +147,14 @@ def test_every_implementation_keeps_the_same(attention, kind):
 
 
 def test_custom_scores_are_those_of_h2o():
-    """Custom(lambda t: t.score) is H2O(reduce="sum"); with value norms it is H2O(value_norm=True)."""
-    for function, options in ((lambda t: t.score, {}), (lambda t: t.score * t.value_norm, {"value_norm": True})):
-        kept = []
-        for policy in (
-            Custom(function=function, budget=15, num_sink_tokens=1, recent=4),
-            H2O(budget=15, num_sink_tokens=1, recent=4, reduce="sum", **options),
-        ):
-            cache = CompressedCache(model("llama").config, policy=policy)
-            logits = run(model("llama"), cache)
-            kept.append((cache, logits))
-        for layer in range(3):
-            assert torch.equal(*(cache.kept_positions(layer) for cache, _ in kept))
-        assert all(torch.equal(a, b) for a, b in zip(kept[0][1], kept[1][1], strict=True))
+    """Custom(lambda t: t.score) is H2O(reduce="sum")."""
+    same, kept = {"budget": 15, "num_sink_tokens": 1, "recent": 4}, []
+    for policy in (Custom(function=lambda t: t.score, **same), H2O(reduce="sum", **same)):
+        cache = CompressedCache(model("llama").config, policy=policy)
+        kept.append((cache, run(model("llama"), cache)))
+    for layer in range(3):
+        assert torch.equal(*(cache.kept_positions(layer) for cache, _ in kept))
+    assert all(torch.equal(a, b) for a, b in zip(kept[0][1], kept[1][1], strict=True))
 
 
 def test_an_attention_that_is_not_reported_is_refused():

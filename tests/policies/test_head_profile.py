@@ -13,6 +13,7 @@ from qkvcache import CompressedCache, demo, policies, profile_heads
 from qkvcache.cli import app
 from qkvcache.evaluation.spec import CacheSpec
 from qkvcache.policies import Budget, HeadProfile
+from qkvcache.releases import passing
 from tests import matrix
 from tests.caches.test_eviction import CUTS, check_rows, inputs, live_bytes, run
 from tests.matrix import covering
@@ -111,8 +112,8 @@ def test_heads_of_a_model_that_looks_things_up():
     losses = {}
     for name, budget in {"heads": profile.budget(0.25), "equal": 0.25}.items():
         cache = CompressedCache(model.config, format="identity", policy=policies.SnapKV(budget=budget, recent=32))
-        model(prompt, past_key_values=cache)
-        log_probs = model(repeated, past_key_values=cache).logits.log_softmax(-1)
+        model(prompt, **passing(cache))
+        log_probs = model(repeated, **passing(cache)).logits.log_softmax(-1)
         losses[name] = -log_probs[:, 20:-1].gather(-1, repeated[:, 21:, None]).mean().item()
     assert losses["heads"] < losses["equal"] - 0.3, losses
 

@@ -5,6 +5,7 @@ import torch
 import transformers as hf
 
 from qkvcache import SinkCache
+from qkvcache.releases import passing
 from tests.reference import assert_close, forward
 from tests.seeds import SEED
 from tests.tolerance import of_angles, of_model
@@ -12,7 +13,7 @@ from tests.tolerance import of_angles, of_model
 
 def say(cache, ids, network):
     with torch.no_grad():
-        return network(ids, past_key_values=cache).logits
+        return network(ids, **passing(cache)).logits
 
 
 def prompt():

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from qkvcache import PrefixStore
+from qkvcache.releases import passing
 from tests.seeds import SEED
 
 
@@ -23,7 +24,7 @@ def main(checkpoint: str, folder: str) -> None:
     for end in (40, 60):
         with store.reuse(ids[:, :end]) as past:
             lengths.append(past.get_seq_length())
-            answers.append(network.generate(ids[:, :end], past_key_values=past, max_new_tokens=4, do_sample=False).tolist())
+            answers.append(network.generate(ids[:, :end], **passing(past), max_new_tokens=4, do_sample=False).tolist())
     torch.distributed.barrier()
     again = PrefixStore(network, **options)
     lengths.append(again.fetch(ids).length)
@@ -37,7 +38,7 @@ def main(checkpoint: str, folder: str) -> None:
     kept = PrefixStore(network, max_bytes=2**26, format="identity")
     cache = store._template.cache()
     with torch.no_grad():
-        network(ids, past_key_values=cache)
+        network(ids, **passing(cache))
     kept.store(ids[:, : 30 + 20 * rank], cache)
     lengths.append(kept.fetch(ids).length)
     Path(folder, f"rank{rank}.json").write_text(json.dumps([lengths, answers, len(list(Path(folder).glob("*.safetensors")))]))

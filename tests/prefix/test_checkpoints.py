@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicIndexedLayer
 from qkvcache import CompressedCache, PrefixStore, policies
 from qkvcache.layers.snapshot import checkpoint
 from qkvcache.prefix.entry import checkpoint_bytes
+from qkvcache.releases import passing
 from tests.matrix import MODELS, model, slowly
 from tests.reference import assert_close
 from tests.tolerance import of_model
@@ -46,7 +47,7 @@ def logits(of, ids, past):
     for end in range(ids.shape[1] - 3, ids.shape[1] + 1):
         with torch.no_grad():
             positions = torch.arange(seen, end)[None]
-            found.append(of(ids[:, seen:end], past_key_values=past, position_ids=positions, use_cache=True).logits[:, -1])
+            found.append(of(ids[:, seen:end], **passing(past), position_ids=positions, use_cache=True).logits[:, -1])
         seen = end
     return torch.stack(found)
 
@@ -81,9 +82,9 @@ def test_half_of_a_prompt_and_a_second_turn_resume(name, on_disk, tmp_path):
 def test_a_prompt_is_read_as_in_chunks(format):
     of, ids = network("falcon_h1"), prompt(60)
     cache = CompressedCache(of.config, format=format, **ZONES)
-    expected = of.generate(ids, past_key_values=cache, prefill_chunk_size=INTERVAL, max_new_tokens=8, do_sample=False)
+    expected = of.generate(ids, **passing(cache), prefill_chunk_size=INTERVAL, max_new_tokens=8, do_sample=False)
     with store("falcon_h1", format=format).reuse(ids) as past:
-        got = of.generate(ids, past_key_values=past, max_new_tokens=8, do_sample=False)
+        got = of.generate(ids, **passing(past), max_new_tokens=8, do_sample=False)
     assert torch.equal(got, expected)
 
 
@@ -95,7 +96,7 @@ def test_a_checkpoint_takes_the_bytes_of_states_and_windows(name):
     (entry,) = kept._memory.entries
     cache = DynamicCache(config=network(name).config)
     with torch.no_grad():
-        network(name)(ids[:, :48], past_key_values=cache)
+        network(name)(ids[:, :48], **passing(cache))
     parts = [x for layer in cache.layers if (found := checkpoint(layer)) for x in found.tensors.values()]
     assert checkpoint_bytes(entry.checkpoints[48]) == sum(x.nbytes for x in parts) > 0
     whole = sum(layer.nbytes for layer in entry.layers) + len(entry.key)
@@ -146,5 +147,5 @@ def test_models_that_steps_change_are_not_stored(name):
     kept = store(name)
     for _ in range(2):
         with kept.reuse(ids) as past:
-            assert torch.equal(of.generate(ids, past_key_values=past, max_new_tokens=6, do_sample=False), expected)
+            assert torch.equal(of.generate(ids, **passing(past), max_new_tokens=6, do_sample=False), expected)
     assert not len(kept) and kept.stats.refused == {f"{name}, whose answers depend on the steps in which a prompt is read": 2}

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from qkvcache import CompressedCache, PrefixStore
 from qkvcache.layers import snapshot_file
 from qkvcache.prefix import disk
+from qkvcache.releases import passing
 from tests.prefix.made import fill, held, model, random_ids, same
 from tests.seeds import SEED
 
@@ -38,7 +39,7 @@ def test_an_entry_that_is_on_disk_is_not_written_again(tmp_path):
     for policy in (None, "sink_window"):
         cache = CompressedCache(model().config, format="int8", policy=policy, **ZONES)
         with torch.no_grad():
-            model()(ids[None], past_key_values=cache)
+            model()(ids[None], **passing(cache))
         kept = store(tmp_path / str(policy))
         assert kept.store(ids, cache)
         (path,) = kept._disk.directory.iterdir()

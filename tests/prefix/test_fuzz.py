@@ -21,6 +21,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from qkvcache import CompressedCache, PrefixStore, policies
 from qkvcache.layers import snapshot_file
 from qkvcache.layers.snapshot import Snapshot, check, snapshot
+from qkvcache.releases import passing
 from tests import matrix
 from tests.prefix.made import WORDS, model
 from tests.seeds import SEED
@@ -77,7 +78,7 @@ def stored(request, tmp_path) -> Stored:
     else:
         cache = CompressedCache(network.config, **options)
         with torch.no_grad():
-            network(prompt[None, :-1], past_key_values=cache)
+            network(prompt[None, :-1], **passing(cache))
         assert kept.store(prompt[:-1], cache)
     kept.trim(0)
     (path,) = tmp_path.iterdir()

@@ -11,6 +11,7 @@ from qkvcache import CompressedCache, PrefixStore, policies
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.layers.snapshot import _copies_to
+from qkvcache.releases import passing
 from tests.matrix import MODELS, POLICIES, SHARED, UNSUPPORTED, covering, model, slowly
 from tests.prefix.made import held
 from tests.reference import assert_close
@@ -35,7 +36,7 @@ def store(name="llama", **options) -> PrefixStore:
 
 def generate(of, ids, past=None, **options):
     greedy = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    return of.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=past, **greedy | options)
+    return of.generate(ids, attention_mask=torch.ones_like(ids), **passing(past), **greedy | options)
 
 
 @pytest.mark.filterwarnings("ignore:no layer of this model has full attention", "ignore:attention code calls")
@@ -70,7 +71,7 @@ def test_a_fetched_prefix_has_the_logits_of_the_stored_cache(format, tokens):
     ids = prompt(48)
     cache = CompressedCache(of.config, format=format, **ZONES)
     with torch.no_grad():
-        of(ids, past_key_values=cache)
+        of(ids, **passing(cache))
     kept.store(ids, cache)
     following = prompt(5, 3)
     found = kept.fetch(torch.cat([ids[:, :tokens], following], 1))
@@ -78,7 +79,7 @@ def test_a_fetched_prefix_has_the_logits_of_the_stored_cache(format, tokens):
     cache.crop(tokens - 48)
     for step in following.split(2, dim=1):
         with torch.no_grad():
-            assert_close(of(step, past_key_values=found.cache).logits, of(step, past_key_values=cache).logits, of_model(of))
+            assert_close(of(step, **passing(found.cache)).logits, of(step, **passing(cache)).logits, of_model(of))
 
 
 def test_the_answer_can_be_stored_too():
@@ -142,7 +143,7 @@ def state(cache) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "on_disk"),
-    covering([*slowly(POLICIES, ["sink_window", "h2o", "snapkv", "keydiff_values", "custom"]), "shared_budget"], [False, True], strength=1),
+    covering([*slowly(POLICIES, ["sink_window", "h2o", "snapkv", "keydiff", "custom"]), "shared_budget"], [False, True], strength=1),
 )
 def test_evicting_caches_come_back_whole(name, on_disk, tmp_path):
     policy = SHARED["snapkv"](24) if name == "shared_budget" else POLICIES[name](24)
@@ -151,7 +152,7 @@ def test_evicting_caches_come_back_whole(name, on_disk, tmp_path):
     ids, following = prompt(40), prompt(6, 5)
     cache = CompressedCache(kept.model.config, format="int8", policy=policy, **ZONES)
     with torch.no_grad():
-        kept.model(ids, past_key_values=cache)
+        kept.model(ids, **passing(cache))
     assert kept.store(ids, cache)
     again = store(**options) if on_disk and name != "custom" else kept  # a function has another address after a restart
     longer = torch.cat([ids, following], 1)
@@ -164,9 +165,9 @@ def test_evicting_caches_come_back_whole(name, on_disk, tmp_path):
     assert torch.equal(found.cache.kept_positions(1), cache.kept_positions(1))
     with torch.no_grad():
         for step in following.split(1, dim=1):
-            expected = kept.model(step, past_key_values=cache).logits
-            assert_close(kept.model(step, past_key_values=found.cache).logits, expected, of_model(kept.model))
-            assert_close(kept.model(step, past_key_values=twin).logits, expected, of_model(kept.model))
+            expected = kept.model(step, **passing(cache)).logits
+            assert_close(kept.model(step, **passing(found.cache)).logits, expected, of_model(kept.model))
+            assert_close(kept.model(step, **passing(twin)).logits, expected, of_model(kept.model))
     assert torch.equal(found.cache.kept_positions(1), cache.kept_positions(1))
     for other in (ids, ids[:, :30], torch.cat([ids[:, :39], following], 1)):
         assert again.fetch(other).kind == "miss"  # never cut
@@ -186,7 +187,7 @@ def test_reuse_of_a_cache_that_evicts():
         with torch.no_grad():  # the same steps: what a chunk sees depends on what was evicted before it
             for chunk in turn[:, :39], turn[:, 39:-1]:
                 if chunk.numel():
-                    kept.model(chunk, past_key_values=cache)
+                    kept.model(chunk, **passing(cache))
         assert torch.equal(got, generate(kept.model, turn, cache))
     assert first == [39, 39, 48] and kept.stats.hits["shorter"] == 2
 
@@ -195,7 +196,7 @@ def test_a_dynamic_cache_cannot_become_one_that_evicts():
     kept = store(policy="sink_window", format="int8")
     cache = DynamicCache(config=kept.model.config)
     with torch.no_grad():
-        kept.model(prompt(40), past_key_values=cache)
+        kept.model(prompt(40), **passing(cache))
     assert not kept.store(prompt(40), cache)
     assert any("evictions depend on its attention" in reason for reason in kept.stats.refused)
 
@@ -207,7 +208,7 @@ def test_full_windows_are_not_cut(name):
     cache = DynamicCache(config=kept.model.config)
     ids = prompt(40)
     with torch.no_grad():
-        kept.model(ids, past_key_values=cache)
+        kept.model(ids, **passing(cache))
     assert not kept.store(ids[:, :30], cache) and any("window is full" in reason for reason in kept.stats.refused)
     assert kept.store(ids, cache)
     assert kept.fetch(ids).kind == kept.fetch(ids[:, :30]).kind == "miss"
@@ -222,7 +223,7 @@ def test_on_a_gpu(format, tmp_path):
     ids = prompt(200).cuda()
     cache = CompressedCache(of.config, format=format, **ZONES)
     with torch.no_grad():
-        of(ids, past_key_values=cache)
+        of(ids, **passing(cache))
     kept.store(ids, cache)
     for source in ("memory", "disk"):
         found = kept.fetch(torch.cat([ids, ids], 1))
@@ -242,7 +243,7 @@ def test_entries_of_a_gpu_are_locked_until_copies_have_ended(tmp_path):
     ids = prompt(2000).cuda()
     cache = CompressedCache(of.config, format="int8", **ZONES)
     with torch.no_grad():
-        of(ids, past_key_values=cache)
+        of(ids, **passing(cache))
     kept.store(ids, cache)
     later = torch.cat([ids, ids[:, :1]], 1).cpu()  # the host would wait for ids of a GPU
     kept.fetch(later)  # the host may wait when CUDA loads a kernel
@@ -265,10 +266,10 @@ def test_a_model_computes_while_tokens_arrive(policy):
     kept = PrefixStore(of, max_bytes=2**28, format="int8", policy=policy, **ZONES)
     ids = prompt(2000).cuda()
     cache = CompressedCache(of.config, format="int8", policy=policy, **ZONES)
-    of(ids, past_key_values=cache)
+    of(ids, **passing(cache))
     kept.store(ids, cache)
     new, copies = prompt(20, 1).cuda(), _copies_to(cache.layers[0].device)
-    expected = of(new, past_key_values=copy.deepcopy(cache)).logits
+    expected = of(new, **passing(copy.deepcopy(cache))).logits
     kept.fetch(torch.cat([ids, new], 1))  # CUDA loads kernels, which takes a while
     for _ in range(3):  # from the second on, in memory that tokens lay in before
         with torch.cuda.stream(copies):
@@ -276,6 +277,6 @@ def test_a_model_computes_while_tokens_arrive(policy):
         found = kept.fetch(torch.cat([ids, new], 1)).cache
         torch.cuda.current_stream().synchronize()
         assert not copies.query() and all(layer.arrival is not None for layer in found.layers)
-        torch.testing.assert_close(of(new, past_key_values=found).logits, expected, rtol=0, atol=1e-3)
+        torch.testing.assert_close(of(new, **passing(found)).logits, expected, rtol=0, atol=1e-3)
         assert copies.query() and not any(layer.arrival is not None for layer in found.layers)
         del found

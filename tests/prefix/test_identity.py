@@ -115,3 +115,15 @@ def test_weights_that_are_not_in_memory_are_refused():
         empty = LlamaForCausalLM(model().config)
     with pytest.raises(ValueError, match="without offloading"):
         PrefixStore(empty, max_bytes=1)
+
+
+def test_autocast_has_prefixes_of_its_own(filled):
+    """Its keys and values have another dtype."""
+    plain = ModelIdentity(model()).name
+    with torch.autocast("cpu", torch.bfloat16):
+        kept = store(model(), filled)
+        assert kept.fetch(IDS).kind == "miss"
+        with kept.reuse(IDS) as cache, torch.no_grad():
+            model()(IDS[None], past_key_values=cache)
+        assert kept.fetch(IDS).length and ModelIdentity(model()).name != plain
+    assert ModelIdentity(model()).name == plain

@@ -21,6 +21,7 @@ from transformers import (
 from qkvcache import CompressedCache, PrefixStore, SinkCache, policies
 from qkvcache.prefix import remaining
 from qkvcache.prefix.media import placeholders
+from qkvcache.releases import passing
 from tests.reference import assert_close
 from tests.seeds import SEED
 from tests.tolerance import of_model
@@ -62,7 +63,7 @@ def words(count, seed=0):
 def answer(given, past, model=None):
     """The logits of the steps of an answer."""
     found = (model or network()).generate(
-        **given, past_key_values=past, max_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0
+        **given, **passing(past), max_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0
     )
     return torch.stack(found.logits)
 
@@ -199,7 +200,7 @@ def test_models_whose_ids_do_not_show_images_are_not_stored():
     git = build("git")
     kept, ids = PrefixStore(git, max_bytes=2**22, format="identity"), words(30)
     with kept.reuse(ids) as past:
-        git(ids, past_key_values=past)
+        git(ids, **passing(past))
     assert not len(kept) and any("names no placeholder" in reason for reason in kept.stats.refused)
 
 

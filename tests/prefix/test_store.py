@@ -12,6 +12,7 @@ from qkvcache import CompressedCache, PrefixStore, TurboQuantCache, policies
 from qkvcache.formats import resolve
 from qkvcache.layers.snapshot import Snapshot
 from qkvcache.prefix import Match, entry, match
+from qkvcache.releases import passing
 from tests.matrix import COVER, FORMATS, by_layer
 from tests.prefix.made import WORDS, fill, held, keys_and_values, model, random_ids, same
 
@@ -472,7 +473,7 @@ def test_reuse_stores_and_computes_what_comes_before_media(policy):
     with kept.reuse(ids) as past:
         assert past.get_seq_length() == (20 if policy else 0)  # what evicts is computed before the block
         with torch.no_grad():
-            other(ids[None, past.get_seq_length() :], past_key_values=past)
+            other(ids[None, past.get_seq_length() :], **passing(past))
     assert kept.fetch(ids).length == 20 and not kept.stats.refused
 
 

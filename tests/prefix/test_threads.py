@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from qkvcache import CompressedCache, PrefixStore, attach
+from qkvcache.releases import passing
 from tests.prefix.made import fill, held, model, random_ids, same
 from tests.seeds import SEED
 
@@ -68,8 +69,8 @@ def test_a_cache_of_other_tokens_is_not_stored():
     found = kept.fetch(torch.cat([ids, other])).cache
     with attach(network, lambda config: CompressedCache(config, format="int8", **ZONES)):
         with pytest.raises(ValueError, match="token 0 of the prompt differs from the 60 tokens"):
-            network.generate(other[None], past_key_values=found, max_new_tokens=2)
-        text = network.generate(torch.cat([ids, other])[None], past_key_values=found, max_new_tokens=4, eos_token_id=None, do_sample=False)
+            network.generate(other[None], **passing(found), max_new_tokens=2)
+        text = network.generate(torch.cat([ids, other])[None], **passing(found), max_new_tokens=4, eos_token_id=None, do_sample=False)
     with pytest.raises(ValueError, match="token 0 of the prompt differs"):
         kept.store(other, found)
     assert kept.store(text, found)

@@ -47,7 +47,8 @@ def stored(tokens: RowPages, side: int = 0, limit: int = 50) -> dict[str, torch.
 def filled(name: str, *sizes: int, rows: int = 2) -> RowPages:
     tokens = empty(name, rows)
     for size in sizes:
-        tokens.append(both(torch.randn(rows, HEADS, size, DIM)))
+        x = both(torch.randn(rows, HEADS, size, DIM))
+        tokens.calibrate(x), tokens.append(x)
     return tokens
 
 
@@ -98,7 +99,7 @@ def test_forks_equal_plain_tensors(name, layout, data):
         rows = len(tokens.numbers)
         if what == "append":
             x = both(torch.randn(rows, HEADS, n, DIM))
-            tokens.append(x), plain.append(x)
+            tokens.calibrate(x), tokens.append(x), plain.append(x)
         elif what == "truncate":
             n = min(n, tokens.length)
             tokens.truncate(n), plain.truncate(n)
@@ -238,7 +239,7 @@ def test_tensors_have_the_bytes_of_all_slabs(layout):
             sizes[role] += x.nbytes
         statistics = sum(x.nbytes for side in tokens.statistics for x in side.values())
         assert sizes["codes"] + sizes["scales"] == sum(slab.data.nbytes for slab in tokens.pool.slabs) + statistics
-        assert sizes["bookkeeping"] == tokens.table.nbytes
+        assert sizes["bookkeeping"] == tokens.table.nbytes + tokens.begun.nbytes
 
 
 def test_a_copy_finds_its_own_pages(layout):
@@ -264,3 +265,31 @@ def test_kernels_see_the_same_strides_before_there_are_pages(monkeypatch):
     strides = [{name: x.stride() for name, x in side.items()} for side in tokens.pages.planes]
     tokens.append(both(torch.randn(2, HEADS, 70, DIM)))
     assert strides == [{name: x.stride() for name, x in side.items()} for side in tokens.pages.planes]
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+@pytest.mark.parametrize("name", ["bind", "_copy"])
+def test_an_interrupted_change_of_pages_leaves_old_or_new(name, where, monkeypatch):
+    """Ctrl-C `before` or `after` the pages are bound, or copied to pages of a row's own."""
+    tokens, twin = filled("turboquant_3bit_nc", 100), None
+    if name == "_copy":
+        twin = tokens.fork()
+    before, change = stored(tokens, 0), getattr(RowPages, name)
+
+    def interrupted(*args):
+        if where == "after":
+            change(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RowPages, name, interrupted)
+        tokens.reserve(500)
+    x = both(torch.randn(2, HEADS, 300, DIM))
+    tokens.append(x)
+    plain = filled("turboquant_3bit_nc")
+    plain.statistics, plain.calibrated = tokens.statistics, True
+    plain.bind()
+    plain.append(x)
+    for key, found in stored(tokens, 0).items():
+        assert torch.equal(found[:, :, :100], before[key]) and torch.equal(found[:, :, 100:], stored(plain, 0)[key])
+    assert twin is None or all(torch.equal(x, before[key]) for key, x in stored(twin, 0).items())
