@@ -66,7 +66,7 @@ def attend_observed(
             out, _, attention_sums = attend_chunked(query, key.attention_inputs, hidden, observed=counted, **options)
         else:
             out, attention_sums = _attend_on_codes(query, key, new, valid, observed, options)
-        by_slot = paged or (not (chunked and not few) and observes_slots(query, key.attention_inputs))
+        by_slot = paged or (path == "codes" and observes_slots(query, key.attention_inputs))
         observer.end_attention(None if observed is None else attention_sums, by_slot)
         return out.transpose(1, 2).contiguous(), None
 
