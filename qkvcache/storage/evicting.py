@@ -215,10 +215,10 @@ class EvictingStorage(LayerStorage):
             batch, device = len(self.sinks[0]), self.device
             counts = 0, 0, 0, sinks, tail.start, tail.count, tail.start, tail.start + sinks + tail.count
             with torch.inference_mode(False):
-                self.rows = torch.tensor([counts] * batch, dtype=torch.int32).to(device, non_blocking=True)
+                self.rows = torch.tensor([counts] * batch, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
                 self.rows[:, SINK_ROW : RING_ROW + 1] = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
                 lengths = torch.full((batch,), self.tokens.length, dtype=torch.int32, device=device)
-                control = torch.tensor([0, 0, 2**31 - 1], dtype=torch.int32).to(device, non_blocking=True)
+                control = torch.tensor([0, 0, 2**31 - 1], dtype=torch.int32, device="cpu").to(device, non_blocking=True)
             zones, launches = (self.sinks, tail.sides, self.rows), self.tokens.launches
             self.inputs = PagedInputs(replace(pages, lengths=lengths), *zones, self.tokens.length, control=control, launches=launches)
             self.launch = launch_of_step(self.inputs, both(lambda x: x[:, :, :1], tail.sides))
@@ -677,4 +677,4 @@ def _left(count: int, step: int, device: torch.device) -> Tensor:
     changes = [0] * len(COLUMNS)
     changes[RING_START], changes[RING_TOKENS], changes[LENGTH] = step, -count, count
     with torch.inference_mode(False):
-        return torch.tensor(changes, dtype=torch.int32).to(device)
+        return torch.tensor(changes, dtype=torch.int32, device="cpu").to(device)

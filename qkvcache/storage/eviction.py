@@ -54,7 +54,6 @@ def append_and_evict(
     into = into.scatter(-1, index, torch.where(accepted, slots, -1))
     region.reserve(added)
     region.count(added)
-    region.calibrate(new)
     region.replace(new, into)
     for name, x in metadata.region.items():
         x = F.pad(x, (0, added), value=-1)

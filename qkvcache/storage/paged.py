@@ -438,7 +438,7 @@ class RowPages(PagedTokens):
 
     def replace(self, x: Pair, places: Tensor) -> None:
         """Quantizes keys and values `[B, H, T, D]` in place of the tokens `places` of each head, int64 `[B, H, T]`; negative for those that
-        are not stored. Statistics are `calibrated`."""
+        are not stored."""
         self.own(0, self.numbers.shape[1])
         kind = "replace", x[0].shape, x[0].dtype
         if kind not in self.launches:
