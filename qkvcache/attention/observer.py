@@ -23,6 +23,7 @@ from ..kernels import (
     KeysOrValues,
     attend_pages,
     observe_on_codes,
+    observes_slots,
     prefill_with_lse,
     sum_attention,
 )
@@ -30,6 +31,7 @@ from ..kernels.attend_chunked import attend_chunked
 from .compressed_kv import CompressedKV
 from .full import NAME, full_attention
 from .masks import NewTokens, joined, joined_by_head, kernel_options, mask_of_new, new_tokens, sees_itself
+from .plan import AttentionPlan
 
 
 def attend_observed(
@@ -43,10 +45,15 @@ def attend_observed(
     batch, queries, tokens = query.shape[0], query.shape[2], key.shape[2]
     new = new_tokens(implementation, module, mask, batch, queries, query.device)
     options, policy = kernel_options(implementation, query, kwargs), observer.policy
+    observed = _query_weights(policy.observation_window, policy.decay, new.is_valid, query)
+    if new.causal and new.is_valid is None and "eager" not in implementation and not kwargs.get("dropout"):
+        plan = AttentionPlan.of(implementation, module, query, key, mask, kwargs, None, options, observed)
+        if plan is not None:
+            key.attention_inputs.running.plan = plan  # type: ignore[union-attr]
+            return plan.attend(query, key, kwargs), None
     in_order, paged = observer.in_order or tokens == queries, key.attention_inputs.by_head
     observer.begin_attention(new.is_valid, query, options["scaling"])
     valid = functools.cache(observer.valid_columns)  # not computed for attention over pages
-    observed = _query_weights(policy.observation_window, policy.decay, new.is_valid, query)
     last = _last(policy.observation_window, new.is_valid, queries)
     in_order = in_order and (valid() is None if mask is None else mask.shape[-1] == tokens)  # layers of a kind share it
     on_path = path == "codes" or (path == "chunks" and new.causal)
@@ -59,7 +66,8 @@ def attend_observed(
             out, _, attention_sums = attend_chunked(query, key.attention_inputs, hidden, observed=counted, **options)
         else:
             out, attention_sums = _attend_on_codes(query, key, new, valid, observed, options)
-        observer.end_attention(None if observed is None else attention_sums)
+        by_slot = paged or (path == "codes" and observes_slots(query, key.attention_inputs))
+        observer.end_attention(None if observed is None else attention_sums, by_slot)
         return out.transpose(1, 2).contiguous(), None
 
     keys, values = key, value

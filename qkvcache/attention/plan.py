@@ -17,16 +17,22 @@ class AttentionPlan:
 
     Args:
         kernels: the plan of the kernels (`kernels.plan.Plan`).
+        policy: of layers that evict; None: the layers keep all tokens.
+        observed: the weights of queries in the attention that the policy observes, `[B, 1]`; None: it observes none.
         others as of `route`.
     """
 
-    def __init__(self, kernels: Any, implementation: str, module: torch.nn.Module, mask: Any, keywords: dict[str, Any]) -> None:
+    def __init__(
+        self, kernels: Any, implementation: str, module: torch.nn.Module, mask: Any, keywords: dict[str, Any], policy: Any,
+        observed: Tensor | None,
+    ) -> None:  # fmt: skip
         self.kernels, self.mask, self.options = kernels, mask, _options(implementation, module, keywords)
+        self.policy, self.observed = policy, observed
 
     @classmethod
     def of(
         cls, implementation: str, module: torch.nn.Module, query: Tensor, key: CompressedKV, mask: Any, keywords: dict[str, Any],
-        shown: Tensor | None, options: dict[str, Any],
+        shown: Tensor | None, options: dict[str, Any], observed: Tensor | None = None,
     ) -> AttentionPlan | None:  # fmt: skip
         """The plan of a step of one token, in which `shown` and `options` are what `visible` and `kernel_options` made of `mask` and
         `keywords`; None where there is none: every layer then finds out for itself."""
@@ -34,8 +40,9 @@ class AttentionPlan:
             return None
         if unknown(implementation, keywords):  # they may differ from layer to layer
             return None
-        kernels = plan_on_codes(query, key.attention_inputs, shown, **options)
-        return None if kernels is None else cls(kernels, implementation, module, mask, keywords)
+        kernels = plan_on_codes(query, key.attention_inputs, shown, observed=observed, **options)
+        policy = None if key.observer is None else key.observer.policy
+        return None if kernels is None else cls(kernels, implementation, module, mask, keywords, policy, observed)
 
     def serves(
         self, implementation: str, module: torch.nn.Module, query: Tensor, key: CompressedKV, value: Any, mask: Any,
@@ -45,6 +52,7 @@ class AttentionPlan:
         inputs = key.attention_inputs
         return (
             mask is self.mask
+            and (self.policy is None if key.observer is None else self.policy is key.observer.policy)
             and not torch._C._is_any_autocast_enabled()
             and type(value) is CompressedKV
             and value.attention_inputs is inputs
@@ -58,7 +66,10 @@ class AttentionPlan:
 
     def attend(self, query: Tensor, key: CompressedKV, keywords: dict[str, Any]) -> Tensor:
         """The output `[B, 1, Hq, Dv]`."""
-        out, _, _ = self.kernels.run(query, key.attention_inputs.paged, keywords.get("s_aux") if self.kernels.has_sinks else None)
+        sinks = keywords.get("s_aux") if self.kernels.has_sinks else None
+        out, _, sums = self.kernels.run(query, key.attention_inputs.paged, sinks, self.observed)
+        if key.observer is not None:
+            key.observer.observe(query, self.kernels.scaling, sums)
         return out.transpose(1, 2)
 
 

@@ -408,7 +408,10 @@ class CompressedCache(DynamicCache):
     def _new_evicting(self, format: Format, policy: Policy, budget: Budget, **options: Any) -> EvictingLayer:
         policy = replace(policy, interval=1) if self.compile else policy
         kind: Any = EvictingHybridLayer if "number_of_states" in options else EvictingLayer
-        return kind(format, policy, budget, deferred=self._shares_keys, max_length=self.max_length, compile=self.compile, **options)
+        options |= {"deferred": self._shares_keys, "max_length": self.max_length, "compile": self.compile}
+        layer = kind(format, policy, budget, **options)
+        layer.running = self._running
+        return layer
 
     def _swap_layers(self, skip_layers: tuple[int, ...], configs: Sequence[PreTrainedConfig]) -> None:
         """Puts layers of this library in place of those with full attention."""

@@ -172,17 +172,13 @@ def plan_on_codes(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor
 def observe_on_codes(
     query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
-    """`attend_observed`, by the fused kernel where there is one.
-
-    Raises ValueError for `observed` where the device counts tokens, since accumulated attention is by slot there."""
+    """`attend_observed`, by the fused kernel where there is one. Accumulated attention is by slot where `observes_slots`."""
     inputs, observed = attention_inputs.paged, options.get("observed")
     if torch.compiler.is_compiling() and attention_inputs.compiled:
         given = [options.get(name) for name in OPTIONS]
         shape = list(attention_inputs.value.shape[1:])
         out, _, attention_sums = torch.ops.qkvcache.attend(query, inputs.handle, ORDER[query.device], shape, mask, *given)
         return out, attention_sums
-    if observed is not None and attention_inputs.counted:
-        raise ValueError("`observed` cannot be combined with storage that counts on the device")
     by_slot = attention_inputs.by_head and (mask is not None or observed is not None)  # while these are by column
     if inputs is not None and not by_slot:
         kernel = fuses("fused", inputs, query)
@@ -192,6 +188,11 @@ def observe_on_codes(
             out, _, attention_sums = _attend_pages(kernel, query, inputs, mask, keys, **options)
             return out, attention_sums
     return attend_observed(query, attention_inputs, mask, **options)
+
+
+def observes_slots(query: Tensor, attention_inputs: AttentionInputs) -> bool:
+    """Whether `observe_on_codes` accumulates attention by slot, and not by column: a kernel reads tokens that the device counts."""
+    return attention_inputs.counted and fuses("fused", attention_inputs.paged, query)
 
 
 def attend_pages(
@@ -339,6 +340,14 @@ def launch_of_step(inputs: PagedInputs, x: Pair) -> Callable[[Pair], None] | Non
         copy()
 
     return stored
+
+
+def launch_into(pages: Pages, x: Pair) -> Callable[[Pair, Tensor], None] | None:
+    """A function that quantizes keys and values like `x` in place of tokens of their rows, int64 `[B, H, T]`, negative for those that are
+    not stored, with its launch prepared; None if there is no kernel for it."""
+    if not (pages.by_page and x[0].numel() and quantizes(pages.codecs, x)):
+        return None
+    return _module("triton_store").launch_into(pages, x)
 
 
 def unfold(inputs: PagedInputs, columns: int, new: Pair) -> Pair:

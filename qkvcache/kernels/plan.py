@@ -275,6 +275,8 @@ class Plan:
         self.beside: Plan | None = None
         """The plan of tokens that several rows share; its partial outputs are among those of this plan."""
         self._hold(self.number if items is None else items.count)
+        if form.observed:
+            self._count_weights()
 
     def _laid_out(self, query: Tensor) -> Tensor:
         whole = self.kind.use.whole is not None
@@ -326,9 +328,9 @@ class Plan:
         """Whether another layer is launched by this plan."""
         return (query.shape, query.stride(), query.dtype, *_sizes(inputs)) == self.like and layer_of(inputs).kind is self.kind
 
-    def launch(self, query: Tensor, inputs: PagedInputs, part: Tensor, weights: Tensor, tops: Tensor) -> None:
+    def launch(self, query: Tensor, of_layer: Held, of_inputs: Held, part: Tensor, weights: Tensor, tops: Tensor) -> None:
         """Writes partial outputs to `part`."""
-        held = layer_of(inputs).held, held_of(inputs, self.empty), self.held
+        held = of_layer, of_inputs, self.held
         if self.launches.many:
             self.launches.attend(self.grid, query, part, held=held)
         else:
@@ -343,33 +345,36 @@ class Plan:
         query = self._laid_out(query)
         part = torch.empty(self.entries * (launches.value_dim + 2), dtype=torch.float32, device=device)
         if observed is not None:
-            weights, tops, slots, grains = self._scratch(query)
-        self.launch(query, inputs, part, weights, tops)
+            weights, tops = self._scratch(query)
+        of_layer, of_inputs = layer_of(inputs).held, held_of(inputs, self.empty)
+        self.launch(query, of_layer, of_inputs, part, weights, tops)
         if self.beside is not None:
-            self.beside.launch(*_of_first(query, inputs, self.beside), part, self.empty, self.empty)
+            first, shared = _of_first(query, inputs, self.beside)
+            self.beside.launch(first, layer_of(shared).held, held_of(shared, self.empty), part, self.empty, self.empty)
         out = query.new_empty_strided(launches.out_shape, launches.out_strides)
         lse = torch.empty(launches.out_shape[:3], dtype=torch.float32, device=device)
-        held = layer_of(inputs).held, self.held
-        launches.reduce(launches.reduce_grid, part, self.empty if sinks is None else sinks, out, lse, held=held)
+        sinks = self.empty if sinks is None else sinks
+        launches.reduce(launches.reduce_grid, part, sinks, out, lse, held=(of_layer, self.held))
         if observed is None:
             return out, lse, None
         sums = torch.empty(launches.batch, launches.heads, sum(self.zones), dtype=torch.float32, device=device)
-        grid = sum(-(-n // SUM_TOKENS) for n in self.zones), launches.batch * launches.heads, 1
-        sizes = Held(slots=slots, grains=grains, n_quantized=self.zones[0], blocks=launches.blocks)
-        held = sizes, held_of(inputs, self.empty)
-        launches.sum(grid, weights, tops, lse, observed.contiguous(), sums, held=held)
+        launches.sum(self.sum_grid, weights, tops, lse, observed.contiguous(), sums, held=(self.sizes, of_inputs))
         return out, lse, sums
 
-    def _scratch(self, query: Tensor) -> tuple[Tensor, Tensor, int, int]:
-        """Tensors for weights and their maxima, and how many there are of each for a block of query rows."""
+    def _count_weights(self) -> None:
+        """Fixes the sizes of the scratch for weights and their maxima."""
         launches, grain_sizes = self.launches, (REGION_GRAIN.value, EXACT_GRAIN.value, EXACT_GRAIN.value)
         region, *exact = (-(-n // grain) for n, grain in zip(self.zones, grain_sizes, strict=True))
         slots, grains = region * REGION_GRAIN.value + sum(exact) * EXACT_GRAIN.value, region + sum(exact)
         beyond = SUM_TOKENS * launches.width  # programs read beyond the end
-        dtype = torch.float32 if query.dtype == torch.float32 else torch.bfloat16
-        weights = torch.empty(launches.panels * slots * launches.width + beyond, dtype=dtype, device=query.device)
-        tops = torch.empty(launches.panels * grains * launches.width + beyond, dtype=torch.float32, device=query.device)
-        return weights, tops, slots, grains
+        self.scratch = slots * launches.panels * launches.width + beyond, grains * launches.panels * launches.width + beyond
+        self.sizes = Held(slots=slots, grains=grains, n_quantized=self.zones[0], blocks=launches.blocks)
+        self.sum_grid = sum(-(-n // SUM_TOKENS) for n in self.zones), launches.batch * launches.heads, 1
+
+    def _scratch(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Tensors for weights and their maxima."""
+        (weights, tops), dtype = self.scratch, torch.float32 if query.dtype == torch.float32 else torch.bfloat16
+        return torch.empty(weights, dtype=dtype, device=query.device), torch.empty(tops, dtype=torch.float32, device=query.device)
 
 
 def _sizes(inputs: PagedInputs) -> tuple:

@@ -50,15 +50,62 @@ def quantize_into(pages: Pages, x: Pair, slots: Tensor | int, zones: Sequence[tu
     if not x[0].numel():
         return
     x = contiguous(x)
-    start, places = (slots, pages.table[:, None]) if isinstance(slots, int) else (0, slots)
+    start, table = (slots, pages.table) if isinstance(slots, int) else (0, None)
+    given = (None, 0, 0, 0) if isinstance(slots, int) else (slots, *_slot_strides(slots))
     planes, constants, grid, warps = launched(pages, x)
+    key, value = x
     held = tuple((at, *at.stride(), zone[0].shape[2], *((side, *side.stride()[:3]) for side in zone)) for zone, at in zones)
     with torch.cuda.device_of(x[0]):
         _quantize_kernel[grid](
-            tuple((side, *side.stride()[:3]) for side in x), planes, held or None, places, places.stride(0),
-            places.stride(1) if places.shape[1] > 1 else 0, places.stride(2), start, *x[0].shape[2:0:-1], ZONES=len(held),
-            BY_TABLE=isinstance(slots, int), **constants, num_warps=warps,
+            key, value, (key.stride()[:3], value.stride()[:3]), planes, held or None, *given, table,
+            0 if table is None else table.stride(0), start, *x[0].shape[2:0:-1], ZONES=len(held), BY_TABLE=table is not None,
+            **constants, num_warps=warps,
         )  # fmt: skip
+
+
+def _slot_strides(slots: Tensor) -> tuple[int, int, int]:
+    """Strides of slots `[B, 1 or H, T]`; 0 over heads that have the same."""
+    return slots.stride(0), slots.stride(1) if slots.shape[1] > 1 else 0, slots.stride(2)
+
+
+OF_TOKENS = "new_strides", "slots_b", "slots_h", "slots_t", "start", "tokens", "heads", "zones"
+
+
+def launch_into(pages: Pages, x: Pair) -> Callable[[Pair, Tensor], None]:
+    """A function that quantizes vectors like `x` in place of the tokens `[B, H, T]` of each row, with all other arguments prepared."""
+    planes, constants, grid, warps = launched(pages, contiguous(x))
+    run, (heads, tokens) = _into(*constants.values(), warps, x[0].device), x[0].shape[1:3]
+    of_pages, strides = Held(planes=planes, table=pages.table, table_b=pages.table.stride(0)), dict[tuple, Held]()
+
+    def launch(x: Pair, places: Tensor) -> None:
+        key, value = x
+        given = key.stride(), value.stride(), places.stride()
+        if given not in strides:
+            if given[0][3] != 1 or given[1][3] != 1:
+                return launch(contiguous(x), places)
+            b, h, t = _slot_strides(places)
+            strides[given] = Held(
+                new_strides=(given[0][:3], given[1][:3]), slots_b=b, slots_h=h, slots_t=t, start=0, tokens=tokens, heads=heads, zones=None
+            )
+        run(grid, key, value, places, held=(strides[given], of_pages))
+
+    return launch
+
+
+@functools.lru_cache(maxsize=256)
+def _into(
+    layouts: tuple[PackedLayout, PackedLayout],
+    dims: tuple[int, int],
+    across: int,
+    along: int,
+    page_size: int,
+    base: int,
+    warps: int,
+    device: torch.device,
+) -> Launcher:
+    constants = {"L": layouts, "D": dims, "ACROSS": across, "ALONG": along, "PAGE": page_size, "BASE": base, "ZONES": 0, "BY_TABLE": True}
+    held = *OF_TOKENS, "planes", "table", "table_b"
+    return Launcher(_quantize_kernel, device, ("key", "value", "slots"), held, **constants, num_warps=warps)
 
 
 OF_STEP = "new_strides", "tokens", "heads", "batch"
@@ -122,36 +169,43 @@ def _storing(
     return Launcher(_step_kernel, device, ("key", "value"), (*OF_STEP, *OF_STORAGE), **constants, num_warps=warps)
 
 
-@triton.jit(do_not_specialize=["start", "tokens", "heads"])
+@triton.jit(do_not_specialize=["start", "tokens", "heads", "table_b"])
 def _quantize_kernel(
-    new, planes, zones, slots, slots_b, slots_h, slots_t, start, tokens, heads,
+    key, value, new_strides, planes, zones, slots, slots_b, slots_h, slots_t, table, table_b, start, tokens, heads,
     L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr,
     ZONES: tl.constexpr, BY_TABLE: tl.constexpr,
 ):  # fmt: skip
     """Stores `tokens` tokens. Grid (tiles of ALONG tokens and ACROSS heads, B, 2): keys, values. Strides are in elements, of packed codes
     and high bits in words of 16 bits.
 
-    new       keys [B, H, tokens, D[0]] fp16, bf16 or fp32, channels contiguous, with strides over the first three dimensions; then values
+    key       [B, H, tokens, D[0]] fp16, bf16 or fp32, channels contiguous; value [B, H, tokens, D[1]] likewise; new_strides: of both, over
+              the first three dimensions
     planes    `plane_arguments` of the first page, of keys and of values, strides over entries and heads. Codes [entries, H', PAGE, width],
               H' being H, or 1 if heads share them or have pages of their own; high bits and scales [entries, H', PAGE, scales of a token]
               likewise; the mean fp32 [B, H, 1, D]
     zones     ZONES tuples of slots int64 [B, tokens], `row * R + slot`, negative: not stored, with both strides; R; keys [F, H, R, D] in
               the model's dtype with strides over the first three dimensions; then values
     slots     int64 [B, tokens] or [B, H, tokens], `entry * PAGE + offset`, BASE being the entry of the first page, or negative: not
-              stored. BY_TABLE: the table, int64 [B, pages]; token `t` is the one with number `start + t` of its row
+              stored. BY_TABLE: numbers of tokens of their row, negative: not stored; None: `start` and those after it
+    table     int32 or int64 [B, pages], entries of the pages: table_b; None without BY_TABLE
     L         `PackedLayout` of keys and of values; what one has not is not read                 heads   H
     """
     b, h0, h, t, live = vectors(tokens, heads, ACROSS, ALONG)
     if BY_TABLE:
-        slot = (start + t) % PAGE
-        page = tl.load(slots + b * slots_b + (start + t) // PAGE * slots_t, mask=live, other=BASE).to(tl.int64) - BASE
+        if slots is None:
+            place = start + t
+        else:
+            place = tl.load(slots + b * slots_b + h * slots_h + t * slots_t, mask=live, other=-1).to(tl.int64)
+        slot = tl.where(place < 0, -1, place % PAGE)
+        page = tl.load(table + b * table_b + place // PAGE, mask=live & (place >= 0), other=BASE).to(tl.int64) - BASE
     else:
         slot = tl.load(slots + b * slots_b + h * slots_h + t * slots_t, mask=live, other=-1).to(tl.int64)
         page = slot // PAGE - BASE
         slot = tl.where(slot < 0, -1, slot % PAGE)
     for i in tl.static_range(2):
         if tl.program_id(2) == i:
-            x, xb, xh, xt = new[i]
+            x = value if i else key
+            xb, xh, xt = new_strides[i]
             raw = load_vectors(x + (b * xb + h * xh + t * xt), live, D[i])
             for n in tl.static_range(ZONES):
                 at = tl.load(zones[n][0] + b * zones[n][1] + t * zones[n][2], mask=live, other=-1)

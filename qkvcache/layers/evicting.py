@@ -9,7 +9,7 @@ If steps are compiled, a step of one token runs in the static layout; prompts an
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..attention.compressed_kv import CompressedKV
 from ..attention.rope import Rope
 from ..autocast import without_autocast
 from ..formats import Format, Identity
-from ..kernels import AttentionInputs, Exact, Pair
+from ..kernels import AttentionInputs, Pair
 from ..policies import Arrivals, Budget, Policy
 from ..storage import EvictingStorage, StaticLayout, check_room
 from .compressed import CompressedLayer
@@ -27,6 +27,7 @@ ATTENTION_UNREPORTED = (
     "the attention of the step before was not seen: eviction works with models whose attention goes through transformers' "
     "AttentionInterface, and a step that failed must be followed by reset()"
 )
+STEP_OVER = "no step is running: attention was given the keys of a step that is over"
 
 
 @dataclass
@@ -100,6 +101,12 @@ class EvictingLayer(CompressedLayer):
         before (the model computes attention itself), if keys or values require a gradient, and for a prompt in compiled
         code.
         """
+        storage: EvictingStorage = self._storage  # type: ignore[assignment]
+        if storage is not None and self._is_plain_step(storage, key_states, value_states):
+            self.step = Step(key_states, value_states, static=False)
+            inputs = self._add_token(storage, (key_states, value_states))
+            storage.seq_length += 1
+            return CompressedKV(inputs, True, inputs.tokens, self), CompressedKV(inputs, False, inputs.tokens, self)
         tokens, compiling = key_states.shape[2], torch.compiler.is_compiling()
         if compiling:
             if tokens != 1 or not self.is_static:
@@ -109,17 +116,39 @@ class EvictingLayer(CompressedLayer):
             self.storage.record_compiled_step(1)  # type: ignore[union-attr]
         else:
             self._prepare_step(key_states, value_states)
-        storage: EvictingStorage = self.storage  # type: ignore[assignment]
+        storage = self.storage  # type: ignore[assignment]
         self.step = Step(key_states, value_states, static=tokens == 1 and self.is_static)
         if self.step.static:
             layout: StaticLayout = storage.static  # type: ignore[assignment]
             inputs = layout.attention_inputs if compiling else storage.static_inputs(layout.inputs.sinks, layout.ring)
+        elif tokens == 1 and not self.empty:
+            storage.to_dynamic()
+            inputs = self._add_token(storage, (key_states, value_states), self._rotated_sinks(storage, 0))
         else:
             storage.append((key_states, value_states))
-            inputs = self._attention_inputs(storage, tokens)
+            inputs = storage.attention_inputs(self._rotated_sinks(storage, tokens))
+        self.empty = False
         if not compiling:
             storage.advance(tokens)
         return CompressedKV(inputs, True, inputs.tokens, self), CompressedKV(inputs, False, inputs.tokens, self)
+
+    def _add_token(self, storage: EvictingStorage, token: Pair, sinks: Pair | None = None) -> AttentionInputs:
+        """Adds a token to the tail; returns the inputs of attention. `sinks`: as of `token_inputs`."""
+        storage.add_token(token)
+        inputs = storage.token_inputs(sinks)
+        if sinks is None and storage.shares_plan:
+            inputs.running = self.running
+        return inputs
+
+    def _is_plain_step(self, storage: EvictingStorage, key: Tensor, value: Tensor) -> bool:
+        """Whether a step is like the one before it, of one token, and needs no preparation."""
+        return (
+            (key.shape, value.shape, key.dtype, value.dtype) == storage.token
+            and self.step is None
+            and not storage.is_static
+            and not (self.rotates_sinks or key.requires_grad or value.requires_grad or torch.compiler.is_compiling())
+            and (self.max_length is None or storage.seq_length < self.max_length)
+        )
 
     def _prepare_step(self, key_states: Tensor, value_states: Tensor) -> None:
         """Checks a step outside of compiled code, ends the step before, and makes room."""
@@ -143,16 +172,12 @@ class EvictingLayer(CompressedLayer):
             self.lazy_initialization(key_states, value_states)
         self.storage.sync_counts()  # type: ignore[union-attr]
         self.storage.reserve(tokens)  # type: ignore[union-attr]
-        self.empty = False
 
-    def _attention_inputs(self, storage: EvictingStorage, running: int) -> AttentionInputs:
-        inputs = storage.attention_inputs()
+    def _rotated_sinks(self, storage: EvictingStorage, running: int) -> Pair | None:
+        """The sinks at positions in the cache, for a step of `running` tokens; None if they are read as they are stored."""
         if self.rope is None or not self.rotates_sinks or not storage.sinks[0].shape[2]:
-            return inputs
-        rotated = self.rope.rotate(storage.sinks[0], storage.num_evicted(running))
-        side = replace(inputs.key, build=lambda: (Exact(rotated), *inputs.key.segments[1:]))
-        paged = inputs.paged and replace(inputs.paged, sinks=(rotated, inputs.paged.sinks[1]))
-        return replace(inputs, key=side, paged=paged)
+            return None
+        return self.rope.rotate(storage.sinks[0], storage.num_evicted(running)), storage.sinks[1]
 
     # Calls from attention (`attention/observer.py`): for each step `begin_attention`, then perhaps `valid_columns`, then `end_attention`.
 
@@ -182,6 +207,9 @@ class EvictingLayer(CompressedLayer):
         if step.begun:  # by a layer that shares its keys with others
             return None
         step.begun, step.is_valid = True, is_valid
+        if is_valid is None and step.keys.shape[2] == 1 and storage.metadata.counts:
+            storage.metadata.wait()
+            return None
         tokens = self._arrivals(step, query, scaling)
         if step.static:
             return storage.append_token(tokens)
@@ -204,14 +232,36 @@ class EvictingLayer(CompressedLayer):
 
     @torch.no_grad()
     @without_autocast()
-    def end_attention(self, attention_sums: Tensor | None) -> None:
+    def end_attention(self, attention_sums: Tensor | None, by_slot: bool = False) -> None:
         """Receives the attention weights of all columns, `[B, H, T]`: their sum over queries and over the query heads of a KV head; None
-        if the policy's `observation_window` is 0."""
+        if the policy's `observation_window` is 0. `by_slot`: of each slot of the tail."""
         step, storage = self._running()
         if step.static:
             storage.evict_token(attention_sums, step.is_valid)
             self.step = None
             return
+        if attention_sums is not None and not by_slot:
+            attention_sums = storage.tail.by_slot(attention_sums)
+        self._note(step, attention_sums)
+
+    @torch.no_grad()
+    def observe(self, query: Tensor, scaling: float, attention_sums: Tensor | None) -> None:
+        """`begin_attention` and `end_attention` of a step whose attention was planned (`attention/plan.py`): of one token, which is no
+        padding in any row, with sums by slot."""
+        step: Step | None = self.step
+        storage: EvictingStorage = self._storage  # type: ignore[assignment]
+        if step is None:
+            raise ValueError(STEP_OVER)
+        if not step.begun:
+            step.begun = True
+            if storage.metadata.counts:
+                storage.metadata.wait()
+            else:
+                storage.metadata.append(self._arrivals(step, query, scaling))
+        self._note(step, attention_sums)
+
+    def _note(self, step: Step, attention_sums: Tensor | None) -> None:
+        """Ends the attention of `step`, with sums by slot."""
         if attention_sums is not None:  # several layers may read these keys
             step.attention_sums = attention_sums if step.attention_sums is None else step.attention_sums + attention_sums
         step.observed = True
@@ -220,22 +270,23 @@ class EvictingLayer(CompressedLayer):
 
     def _running(self) -> tuple[Step, EvictingStorage]:
         if self.step is None or self.storage is None:
-            raise ValueError("no step is running: attention was given the keys of a step that is over")
+            raise ValueError(STEP_OVER)
         return self.step, self.storage
 
     @torch.no_grad()
     @without_autocast()
     def commit(self, is_valid: Tensor | None = None) -> None:
         """Evicts after a step whose attention has been observed, and which has told what is padding."""
-        step, storage = self.step, self.storage
-        if step is None or storage is None or not step.observed:
+        step = self.step
+        if step is None or not step.observed:
             return
+        storage: EvictingStorage = self._storage  # type: ignore[assignment]
         step.observed = False  # until the end, so that the step after an interruption is refused
         if step.attention_sums is not None:
             queries = step.keys.shape[2] if step.is_valid is None else step.is_valid.sum(-1, dtype=torch.float32)[:, None, None]
             storage.metadata.observe(step.attention_sums, queries)
         early = storage.static is None and not storage.tokens.length
-        if early and self.choose_format(storage.residual[0], storage.valid_residual()):
+        if early and self.choose_format(storage.tail.tokens()[0], storage.valid_residual()):
             storage.change_codecs((self.format.key, self.format.value))
         storage.evict()
         if self.is_compileable and storage.tokens.calibrated:
@@ -290,6 +341,7 @@ class EvictingLayer(CompressedLayer):
             raise ValueError("the layer is empty")
         self.storage.sync_counts()
         metadata = self.storage.metadata
+        metadata.describe()
         region, residual = metadata.region["positions"], metadata.residual["positions"]
         sinks = torch.arange(metadata.sinks.shape[1], dtype=torch.int32, device=region.device).where(metadata.sinks, -1)
         positions = torch.cat([sinks[:, None].expand(-1, region.shape[1], -1), region, residual], dim=-1).sort(-1).values

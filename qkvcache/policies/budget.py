@@ -30,7 +30,7 @@ class Budget:
 
     def size(self, seen: Count) -> Count:
         """The number of tokens that may be held when `seen` have been seen; a tensor for a tensor."""
-        return self.tokens + share_of(self.share, seen)
+        return self.tokens if not self.share and isinstance(seen, int) else self.tokens + share_of(self.share, seen)
 
 
 ONE = 2**32
@@ -39,7 +39,7 @@ ONE = 2**32
 
 def share_of(share: float, count: Any) -> Any:
     """`share` of `count`, rounded down, the same for numbers and tensors and without fp64, which not all devices have."""
-    return times(count, round(share * ONE))
+    return (count * round(share * ONE) + 2**22) >> 32
 
 
 def times(count: Any, weight: Any) -> Any:

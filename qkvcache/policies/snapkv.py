@@ -48,6 +48,5 @@ class SnapKV(Policy):
         order = ascending(tokens.positions)
         valid = tokens.valid.gather(-1, order).float()
         score = super().priority(tokens).gather(-1, order) * valid
-        side = self.kernel_size // 2
-        total, count = (F.avg_pool1d(F.pad(x, (side, side)), self.kernel_size, stride=1) for x in (score, valid))
+        total, count = F.avg_pool1d(torch.cat([score, valid]), self.kernel_size, stride=1, padding=self.kernel_size // 2).chunk(2)
         return torch.empty_like(score).scatter_(-1, order, total / count.clamp_min(1e-6))

@@ -4,11 +4,13 @@
     sinks       the first tokens of each row, in the model's dtype; never evicted
     pages       quantized tokens, different ones in each head, in slots without order; the same number in each head or,
                 if heads share the budget (`Policy.alpha_safeguard`), in pages of each head (`head_pages.py`)
-    residual    the last tokens, in the model's dtype
+    tail        the last tokens, in the model's dtype, in a ring (`tail.py`)
 
-Tokens that leave the residual are quantized into the pages. When the budget is full, the policy ranks stored and new
-tokens together, and the codes of retained new tokens overwrite those of evicted tokens (`eviction.py`). Retained tokens
-are neither moved nor requantized.
+`evict` follows each step's attention, and is the only place where tokens are scored, ranked and moved: those that leave
+the tail are quantized into the pages; when the budget is full, the policy ranks stored and new tokens together, and the
+codes of retained new tokens overwrite those of evicted tokens (`eviction.py`). Retained tokens are neither moved nor
+requantized. Between evictions, a step of one token writes it into the ring and counts it, on the device too if there is
+a kernel (`inputs`).
 
 For compiled steps, `to_static` makes pages for the whole budget and copies everything else into tensors at fixed addresses
 (`StaticLayout`), in which a step of one token reads no number from the host: token `n` of a row, padding not counted, is in slot `n % W` of
@@ -19,8 +21,10 @@ if its own priority is lowest. `to_dynamic` returns to tensors that grow, for st
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,23 +35,27 @@ from ..formats.base import Codec
 from ..kernels import (
     AttentionInputs,
     PagedInputs,
+    Pages,
     Pair,
     StaticTensors,
+    TokenInputs,
     append_token,
     both,
     differ,
     evict_token,
     gather_columns,
     give_handle,
+    launch_of_step,
 )
-from ..kernels.pages import COLUMNS, RING_ROW, RING_START, RING_TOKENS, SINK_ROW, SINKS
+from ..kernels.pages import COLUMNS, LENGTH, RING_ROW, RING_START, RING_TOKENS, SINK_ROW, SINKS
 from ..policies import Arrivals, Budget, Policy, Rotation
 from ..policies.budget import ONE, Count, share_of, times
-from .eviction import append_and_evict, append_and_share
+from .eviction import append_and_evict, append_and_share, replace_lowest
 from .head_pages import HeadPages
 from .metadata import TokenMetadata, no_tokens
 from .paged import RowPages
-from .storage import LayerStorage, attention_inputs_of, extended, sides_of
+from .storage import LayerStorage, attention_inputs_of, extended, sides_of, zone_room
+from .tail import Tail, TokenFields
 
 
 @dataclass(eq=False)
@@ -96,38 +104,54 @@ class EvictingStorage(LayerStorage):
         self.codecs, self.policy, self.budget, self.max_length = codecs, policy, budget, max_length
         self.num_sink_tokens, self.residual_length, self.interval = num_sink_tokens, residual_length, interval
         self.ordered = in_order
+        self.room = residual_length + interval
+        """Slots of the tail: all tokens that wait for an eviction fit, and the one of a step."""
         self.static: StaticLayout | None = None
         self._start(both(lambda x: x[:, :, :0].detach().clone(), like))
 
     def __getstate__(self) -> dict:
         """Leaves out what holds addresses. Pickling does not keep which tensors share memory."""
         layout = self.static
+        state = {name: x for name, x in self.__dict__.items() if name not in ("rows", "inputs", "launch", "token", "bound")}
         if layout is None:
-            return self.__dict__
+            return state
         kept: Any = replace(layout, inputs=None, attention_inputs=None)  # type: ignore[arg-type]
-        return self.__dict__ | {"static": kept, "zones": (layout.inputs.sinks, layout.ring)}
+        return state | {"static": kept, "zones": (layout.inputs.sinks, layout.ring)}
 
     def __setstate__(self, state: dict) -> None:
         zones = state.pop("zones", None)
         self.__dict__ |= state
+        self.unbind()
         if self.static is not None and zones is not None:
             self._bind(self.static, *zones)
             if self.is_static:
                 self._enter(self.static)
 
     def _start(self, empty: Pair) -> None:
-        self.sinks = self.residual = empty
-        self.borrowed = False
-        """Whether the residual is a tensor of the caller."""
+        self.sinks = empty
+        self.tail = Tail(empty, no_tokens(self.policy, empty[0]))
         self.tokens = self._new_pages(empty)
         pages = self.tokens if isinstance(self.tokens, HeadPages) else None
-        self.metadata = TokenMetadata(self.policy, self.budget, empty[0], self.rope, pages)
+        self.metadata = TokenMetadata(self.policy, self.budget, self.tail, self.rope, pages)
         self.in_order, self.sinks_full = self.ordered, not self.num_sink_tokens
+        self.limit = None if self.budget.share else self._region_limit(0)
+        """Quantized tokens within the budget, if it is the same for all lengths."""
         self.is_static = False
         """Whether the tokens are in `static`."""
-        self.rows: Tensor | None = None
-        """`PagedInputs.rows` of the sinks and the residual; None: not known yet."""
+        self.unbind()
         self.reset_counts()
+
+    def unbind(self) -> None:
+        """Forgets what depends on where tokens lie: for steps of one token it is found again (`bind`)."""
+        self.token: tuple[Any, ...] = ()
+        """Shapes and dtypes of the key and the value of a step that needs nothing but `add_token`; empty: not known."""
+        self.bound: Pages | None = None
+        self.rows: Tensor | None = None
+        """`PagedInputs.rows` of the sinks and the tail."""
+        self.inputs: PagedInputs | None = None
+        """The inputs of attention in a step of one token, if the device counts them."""
+        self.launch: Callable[[Pair], None] | None = None
+        """Stores a token in one launch and counts it in `rows`."""
 
     def _new_pages(self, like: Pair) -> RowPages | HeadPages:
         if self.policy.alpha_safeguard is not None or self.budget.heads:
@@ -137,7 +161,8 @@ class EvictingStorage(LayerStorage):
     def change_codecs(self, codecs: tuple[Codec, Codec]) -> None:
         """Quantizes all tokens by other codecs. No token may be quantized yet."""
         self.codecs = codecs
-        self.tokens = self._new_pages(self.residual)
+        self.tokens = self._new_pages(self.tail.sides)
+        self.unbind()
         if isinstance(self.tokens, HeadPages):
             self.metadata.pages = self.tokens
 
@@ -155,78 +180,147 @@ class EvictingStorage(LayerStorage):
         """Columns that hold tokens, those of a running step included."""
         if self.is_static:
             return min(self.seq_length, self.policy.size(self.budget, 0))
-        return self.sinks[0].shape[2] + self.tokens.length + self.residual[0].shape[2]
+        return self.sinks[0].shape[2] + self.tokens.length + self.tail.count
+
+    @property
+    def residual(self) -> Pair:  # type: ignore[override]
+        """The ring of the tail."""
+        return self.tail.sides
+
+    # Steps of one token.
+
+    def add_token(self, x: Pair) -> None:
+        """Adds the token of a step, `[B, H, 1, D]`, to the tail."""
+        tail = self.tail
+        if tail.count == tail.slots:
+            tail.resize(zone_room(tail.count + 1, max(self.room, tail.count + 1)))
+            self.unbind()
+        if not self.token or (self.inputs is not None and self.bound is not self.tokens.pages):
+            self.bind()
+        if self.launch is not None:
+            self.launch(x)
+        else:
+            for ring, new in zip(tail.sides, x, strict=True):
+                tail.write(ring, tail.count, new)
+            if self.rows is not None:
+                self.rows[:, RING_TOKENS].add_(1)
+        tail.count += 1
+
+    def bind(self) -> None:
+        """Prepares steps of one token for the tensors that there are now."""
+        tail, pages, sinks = self.tail, self.tokens.pages, self.sinks[0].shape[2]
+        self.unbind()
+        if isinstance(self.tokens, RowPages) and pages.by_page:
+            self.bound = pages
+            batch, device = len(self.sinks[0]), self.device
+            counts = 0, 0, 0, sinks, tail.start, tail.count, tail.start, tail.start + sinks + tail.count
+            with torch.inference_mode(False):
+                self.rows = torch.tensor([counts] * batch, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
+                self.rows[:, SINK_ROW : RING_ROW + 1] = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
+                lengths = torch.full((batch,), self.tokens.length, dtype=torch.int32, device=device)
+                control = torch.tensor([0, 0, 2**31 - 1], dtype=torch.int32, device="cpu").to(device, non_blocking=True)
+            zones, launches = (self.sinks, tail.sides, self.rows), self.tokens.launches
+            self.inputs = PagedInputs(replace(pages, lengths=lengths), *zones, self.tokens.length, control=control, launches=launches)
+            self.launch = launch_of_step(self.inputs, both(lambda x: x[:, :, :1], tail.sides))
+        key, value = tail.sides
+        self.token = *(torch.Size((*x.shape[:2], 1, x.shape[3])) for x in (key, value)), key.dtype, value.dtype
+
+    @property
+    def shares_plan(self) -> bool:
+        """Whether attention to the last token may be planned for all layers that are alike: all columns hold a token, and the device counts
+        them."""
+        return self.launch is not None and not self.metadata.has_holes and not self.in_order
+
+    def token_inputs(self, sinks: Pair | None = None) -> AttentionInputs:
+        """The inputs of attention after `add_token`. `sinks`: in place of those that are stored."""
+        tail, inputs, first = self.tail, self.inputs, self.sinks if sinks is None else sinks
+        counts = first[0].shape[2], self.tokens.length, tail.count
+        if isinstance(self.tokens, HeadPages) and self.tokens.length and self.metadata.ragged:
+            inputs = self._paged_inputs(self.tokens, 1)
+        elif inputs is not None:
+            inputs = inputs.twin(max_length=self.tokens.length)
+        if inputs is not None and sinks is not None:
+            inputs = inputs.twin(sinks=sinks, held={})
+        return TokenInputs(partial(sides_of, first, self.tokens, tail.sides, counts, tail.start), inputs, sum(counts))
+
+    def _count_left(self, count: int) -> None:
+        """Counts on the device the tokens that leave the tail, whose oldest token is in slot `start` now."""
+        if self.rows is not None:
+            wraps = self.tail.start < count
+            self.rows.add_(_left(count, count - wraps * self.tail.slots, self.rows.device))
 
     # Steps of any number of tokens.
 
     def append(self, new: Pair) -> None:
-        """Adds the tokens of a step, `[B, H, Q, D]`, to the residual."""
+        """Adds the tokens of a step, `[B, H, Q, D]`, to the tail."""
         self.to_dynamic()
-        new_tokens = new[0].shape[2]
-        self.borrowed = not self.residual[0].shape[2]
-        if not self.borrowed:
-            new = torch.cat([self.residual[0], new[0]], dim=2), torch.cat([self.residual[1], new[1]], dim=2)
-        self.residual = new
-        self._count_residual(new_tokens)
+        self.metadata.describe()
+        self.tail.extend(new)
+        self.unbind()
 
-    def _count_residual(self, tokens: int) -> None:
-        """Adds `tokens` to the count of residual tokens of each row."""
-        if self.rows is not None:
-            self.rows[:, RING_TOKENS].add_(tokens)
-
-    def attention_inputs(self) -> AttentionInputs:
+    def attention_inputs(self, sinks: Pair | None = None) -> AttentionInputs:
+        """The inputs of attention after `append`. `sinks`: in place of those that are stored."""
+        first, last = self.sinks if sinks is None else sinks, self.tail.tokens()
         if not isinstance(self.tokens, HeadPages):
-            return attention_inputs_of(self.sinks, self.tokens, self.residual)
-        sides = sides_of(self.sinks, self.tokens, self.residual)
-        return AttentionInputs(*sides, self._paged_inputs(self.tokens) if self.tokens.length and self.metadata.ragged else None)
+            return attention_inputs_of(first, self.tokens, last)
+        sides = sides_of(first, self.tokens, last)
+        return AttentionInputs(*sides, self._paged_inputs(self.tokens, 0) if self.tokens.length and self.metadata.ragged else None)
 
-    def _paged_inputs(self, pages: HeadPages) -> PagedInputs:
+    def _paged_inputs(self, pages: HeadPages, running: int) -> PagedInputs:
         """The inputs of attention over pages. They include all tokens of the step, padding too; in each row, the other
-        valid tokens of the residual come right before them."""
-        metadata, columns = self.metadata, self.residual[0].shape[2]
+        valid tokens of the tail come right before them. `running`: tokens of the step whose fields are not 0 yet."""
+        metadata, tail, batch = self.metadata, self.tail, len(self.sinks[0])
         if self.rows is None:
-            before = metadata.residual["positions"][:, 0] >= 0
-            empty = before.shape[1] - before.sum(-1)
-            row = torch.arange(len(before), device=self.device)
+            known = tail.count - metadata.waiting - running
+            empty = known - (tail.of(tail.fields["positions"], 0, known)[:, 0] >= 0).sum(-1)
+            row = torch.arange(batch, device=self.device)
             with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
-                self.rows = torch.zeros(len(row), len(COLUMNS), dtype=torch.int32, device=self.device)
+                self.rows = torch.zeros(batch, len(COLUMNS), dtype=torch.int32, device=self.device)
             self.rows[:, SINK_ROW], self.rows[:, RING_ROW], self.rows[:, SINKS] = row, row, metadata.sinks.sum(-1)
-            self.rows[:, RING_START], self.rows[:, RING_TOKENS] = empty, columns - empty
-        tokens = len(self.rows) * min(metadata.columns, self.policy.size(self.budget, metadata.columns))
-        return PagedInputs(pages.pages, self.sinks, self.residual, self.rows, pages.columns, tokens, launches=pages.launches)
+            self.rows[:, RING_START], self.rows[:, RING_TOKENS] = (tail.start + empty) % max(tail.slots, 1), tail.count - empty
+        tokens = batch * min(metadata.columns, self.policy.size(self.budget, metadata.columns))
+        return PagedInputs(pages.pages, self.sinks, tail.sides, self.rows, pages.columns, tokens, launches=pages.launches)
 
     def num_evicted(self, running: int) -> int | Tensor:
         """The number of tokens that each row evicted before a step of `running` tokens; `[B]` if rows differ."""
-        metadata, valid = self.metadata, self.metadata.is_valid()
-        if valid is None or metadata.row_lengths is None:
+        metadata, lengths = self.metadata, self.metadata.row_lengths
+        if lengths is None:
             return metadata.columns - self.stored + running
-        return metadata.row_lengths - valid.sum(-1)
+        valid = metadata.is_valid(running)
+        return lengths - (self.stored - running if valid is None else valid.sum(-1))
 
     def evict(self) -> None:
-        """Moves tokens from the residual to their zones after a step's attention, and evicts those that exceed the
+        """Moves tokens from the tail to their zones after a step's attention, and evicts those that exceed the
         budget."""
-        metadata = self.metadata
+        metadata, tail = self.metadata, self.tail
         if not self.tokens.calibrated:
-            self.tokens.calibrate(self.residual, self.valid_residual())
+            self.tokens.calibrate(tail.tokens(), self.valid_residual())
             self.tokens.calibrated = self.tokens.calibrated or bool(self.tokens.begun.all())
         if not self.sinks_full:
             self._fill_sinks()
         if metadata.has_gaps and (self.residual_length or self.num_sink_tokens or metadata.ragged):
             self._align_right()
-        leaving = self.residual[0].shape[2] - self.residual_length
+        leaving = tail.count - self.residual_length
         if leaving >= self.interval:
             self._quantize(leaving)
-        # The residual must neither be a tensor of the caller nor keep a larger tensor alive.
-        if self.borrowed or any(x.untyped_storage().nbytes() > x.nbytes for x in self.residual):
-            self.residual = both(Tensor.clone, self.residual)
+        if tail.slots > self.room or not self.token:  # after a step of several tokens, whose tensors may be the caller's
+            self._shrink()
+
+    def _shrink(self) -> None:
+        """Copies the tail into a ring: a whole one, if a token has left it."""
+        has_left = self.metadata.columns > self.sinks[0].shape[2] + self.tail.count
+        self.tail.resize(self.room if has_left else zone_room(self.tail.count, self.room))
+        self.unbind()
 
     def valid_residual(self) -> Tensor | None:
         """The columns of the residual that hold a token, bool `[B, T]`; None: all."""
+        self.metadata.describe()
         return None if self.metadata.row_lengths is None else self.metadata.residual["positions"][:, 0] >= 0
 
     def _fill_sinks(self) -> None:
         """Moves the first tokens of each row, padding left out, to the sinks."""
-        metadata, self.rows = self.metadata, None
+        metadata, tail = self.metadata, self.tail
+        metadata.describe()
         before = metadata.sinks.shape[1]
         missing = min(self.num_sink_tokens, metadata.columns) - before
         metadata.sinks = F.pad(metadata.sinks, (0, missing))
@@ -234,68 +328,76 @@ class EvictingStorage(LayerStorage):
         hits = positions[:, None] == torch.arange(before + missing, device=positions.device)[None, :, None]  # [B, S, T]
         found, at = hits.any(-1), hits.int().argmax(-1)
         grown = []
-        for sinks, residual in zip(self.sinks, self.residual, strict=True):
+        for sinks, residual in zip(self.sinks, tail.tokens(), strict=True):
             sinks = F.pad(sinks, (0, 0, 0, missing))
             new = residual.gather(2, at[:, None, :, None].expand(*sinks.shape[:2], -1, sinks.shape[3]))
             grown.append(torch.where(found[:, None, :, None], new, sinks))
         self.sinks = grown[0], grown[1]
         metadata.sinks = metadata.sinks | found
-        self.sinks_full = metadata.sinks.shape[1] == self.num_sink_tokens and (metadata.row_lengths is None or bool(metadata.sinks.all()))
-        if metadata.row_lengths is None:  # they are the oldest of the residual
-            self._drop_oldest(missing)
+        self.sinks_full = metadata.sinks.shape[1] == self.num_sink_tokens and (metadata.padding is None or bool(metadata.sinks.all()))
+        if metadata.padding is None:  # they are the oldest of the tail
+            tail.drop(missing)
         else:
             moved = (positions >= 0) & (positions < before + missing)
-            metadata.residual["positions"] = metadata.residual["positions"].masked_fill(moved[:, None], -1)
-            metadata.has_gaps = True
-
-    def _drop_oldest(self, count: int) -> None:
-        """Removes the first `count` columns of the residual."""
-        self.residual = both(lambda x: x[:, :, count:], self.residual)
-        fields = self.metadata.residual
-        for name in fields:
-            fields[name] = fields[name][..., count:].clone()  # a view would keep the whole tensor alive
+            tail.write(tail.fields["positions"], 0, metadata.residual["positions"].masked_fill(moved[:, None], -1))
+            metadata.has_gaps = metadata.has_holes = True
+        self.unbind()
 
     def _align_right(self) -> None:
-        """Moves the columns of the residual without a token to the left of each row."""
-        fields, self.rows, self.metadata.has_gaps = self.metadata.residual, None, False
+        """Moves the columns of the tail without a token to the left of each row."""
+        metadata, tail = self.metadata, self.tail
+        metadata.describe()
+        fields, metadata.has_gaps = metadata.residual, False
         order = (fields["positions"][:, 0] >= 0).int().argsort(dim=-1, stable=True)
-        self.residual, self.borrowed = both(lambda x: gather_columns(x, order), self.residual), False
-        for name in fields:
-            fields[name] = gather_columns(fields[name], order)
+        tail.set(both(lambda x: gather_columns(x, order), tail.tokens()), {name: gather_columns(x, order) for name, x in fields.items()})
+        self.unbind()
 
     def _quantize(self, count: int) -> None:
-        """Moves the first `count` columns of the residual to the pages, within the budget."""
-        metadata, leaving = self.metadata, both(lambda x: x[:, :, :count], self.residual)
-        fields = {name: x[..., :count] for name, x in metadata.residual.items()}
-        limit: int = self._region_limit(metadata.columns)
+        """Moves the first `count` tokens of the tail to the pages, within the budget: scores those that wait, ranks, and moves."""
+        metadata, tail = self.metadata, self.tail
+        metadata.describe()
+        leaving, fields = tail.first(count)
+        limit: int = self.limit if self.limit is not None else self._region_limit(metadata.columns)
         row_limits: Tensor | None = None
-        if self.budget.share and metadata.row_lengths is not None:
+        if self.budget.share and metadata.padding is not None:
             row_limits = self._region_limit(metadata.lengths())
         if isinstance(self.tokens, HeadPages):
-            seen = metadata.columns if row_limits is None else metadata.lengths()
-            least, most = None, None
-            if metadata.head_weights is not None:
-                least, guaranteed = 0, self._of_head(seen, metadata.head_weights)
-                most = guaranteed.sum(1).amax()  # may exceed the layer's budget
-            elif self.budget.heads:
-                of_heads = self._of_heads(seen)
-                if row_limits is None:
-                    counts = torch.tensor(of_heads, dtype=torch.int64, device="cpu")
-                    least, guaranteed = min(of_heads), counts.to(self.device, non_blocking=True)[None, :, None]
-                else:
-                    least, guaranteed = 0, torch.cat(of_heads, dim=1)
-            else:
-                guaranteed = self._guaranteed(limit if row_limits is None else row_limits)
-            self.in_order = append_and_share(
-                self.tokens, metadata, leaving, fields, max(limit, 0), row_limits, guaranteed, self.in_order, least, most
-            )
+            self._share(self.tokens, leaving, fields, limit, row_limits)
+        elif count <= self.tokens.length and limit <= self.tokens.length and row_limits is None and not metadata.has_holes:
+            replace_lowest(self.tokens, metadata, leaving, fields)
+            self.in_order = False
         else:
-            limit = max(limit, self.tokens.length)
+            limit, inputs = max(limit, self.tokens.length), self.inputs
             self.in_order = append_and_evict(self.tokens, metadata, leaving, fields, limit, row_limits) and self.in_order
-        self._drop_oldest(count)
-        self._count_residual(-count)
-        if metadata.row_lengths is not None:  # some of them were empty
+            if inputs is not None:
+                inputs.pages.lengths.fill_(self.tokens.length)  # type: ignore[union-attr]
+            if metadata.has_holes:
+                metadata.find_holes(self.stored)
+        tail.drop(count)
+        if metadata.padding is not None and isinstance(self.tokens, HeadPages):  # some of them were empty
             self.rows = None
+        self._count_left(count)
+
+    def _share(self, tokens: HeadPages, leaving: Pair, fields: TokenFields, limit: int, row_limits: Tensor | None) -> None:
+        """`_quantize` for heads that hold different numbers of tokens."""
+        metadata = self.metadata
+        seen = metadata.columns if row_limits is None else metadata.lengths()
+        least, most = None, None
+        if metadata.head_weights is not None:
+            least, guaranteed = 0, self._of_head(seen, metadata.head_weights)
+            most = guaranteed.sum(1).amax()  # may exceed the layer's budget
+        elif self.budget.heads:
+            of_heads = self._of_heads(seen)
+            if row_limits is None:
+                counts = torch.tensor(of_heads, dtype=torch.int64, device="cpu")
+                least, guaranteed = min(of_heads), counts.to(self.device, non_blocking=True)[None, :, None]
+            else:
+                least, guaranteed = 0, torch.cat(of_heads, dim=1)
+        else:
+            guaranteed = self._guaranteed(limit if row_limits is None else row_limits)
+        self.in_order = append_and_share(
+            tokens, metadata, leaving, fields, max(limit, 0), row_limits, guaranteed, self.in_order, least, most
+        )
 
     def _of_heads(self, seq_length: Any) -> list[Any]:
         """The results of `_of_head` for each head's part of the budget."""
@@ -344,11 +446,12 @@ class EvictingStorage(LayerStorage):
                 return heads * max(self._region_limit(exact + first + k * interval), 0)
 
             self.tokens.simulate(lengths, most, groups, others=self.policy.shares_layers)
-            self.rows = torch.empty(len(self.sinks[0]), len(COLUMNS), dtype=torch.int32, device=self.device) if self.tokens.length else None
+            self.rows = self.sinks[0].new_empty(len(self.sinks[0]), len(COLUMNS), dtype=torch.int32) if self.tokens.length else None
         else:
             self.tokens.simulate(length, groups)
-        self.sinks, self.residual = extended(self.sinks, sinks), extended(self.residual, residual)
-        self.metadata.simulate(self.sinks, query_heads, sinks, self.tokens.length, residual)
+        slots = self.room if first + groups else zone_room(residual, self.room)
+        self.sinks = extended(self.sinks, sinks)
+        self.metadata.simulate(self.sinks, query_heads, sinks, self.tokens.length, slots)
 
     # Steps of one token in the static layout.
 
@@ -388,13 +491,14 @@ class EvictingStorage(LayerStorage):
     def to_static(self) -> None:
         """Makes pages for the budget, and copies everything else into the static layout."""
         metadata, tokens, columns = self.metadata, self.tokens, self.metadata.region["positions"].shape[-1]
+        metadata.describe()
         tokens.own(0, tokens.numbers.shape[1])  # type: ignore[union-attr]
         if missing := self.slots - tokens.length:
             tokens.reserve(missing)  # type: ignore[union-attr]
         tokens.length, tokens.static = self.slots, True
         if self.static is None or differ(self.static.ring[0], self.sinks[0]):
             self.static = self._allocate()
-        layout, ring, residual = self.static, self.residual_length + 1, self.residual[0].shape[2]
+        layout, tail, ring, residual = self.static, self.tail, self.residual_length + 1, self.tail.count
         if layout.inputs.pages is not tokens.pages:
             self._bind(layout, layout.inputs.sinks, layout.ring)
         layout.row_lengths.copy_(metadata.lengths()[:, 0, 0])
@@ -403,15 +507,16 @@ class EvictingStorage(LayerStorage):
         index = index.clamp_max(max(residual - 1, 0))
         for exact, x in zip(layout.inputs.sinks, self.sinks, strict=True):
             exact[:, :, : x.shape[2]] = x
-        for last, x in zip(layout.ring, self.residual, strict=True):
+        for last, x in zip(layout.ring, tail.tokens(), strict=True):
             if residual:
                 last.copy_(torch.where(used[..., None], gather_columns(x, index), 0))
         valid = F.pad(metadata.sinks, (0, self.num_sink_tokens - metadata.sinks.shape[1]))
         region, fields = layout.fields()
+        residual_fields = metadata.residual
         for name, x in region.items():
             x.fill_(-1)[..., :columns] = metadata.region[name]
         for name, x in fields.items():
-            x.copy_(torch.where(used, gather_columns(metadata.residual[name], index), -1) if residual else torch.full_like(x, -1))
+            x.copy_(torch.where(used, gather_columns(residual_fields[name], index), -1) if residual else torch.full_like(x, -1))
         layout.column_mask.copy_(torch.cat([valid, layout.records["positions"][:, 0] >= 0], dim=-1))
         layout.columns.fill_(metadata.columns)
         for name, x in metadata.statistics.items():
@@ -421,10 +526,12 @@ class EvictingStorage(LayerStorage):
     def _enter(self, layout: StaticLayout) -> None:
         """Makes the tensors of `layout` those of the storage and of its metadata."""
         metadata = self.metadata
-        self.sinks, self.residual, self.borrowed = layout.inputs.sinks, layout.ring, False
+        self.sinks = layout.inputs.sinks
         metadata.sinks = layout.column_mask[:, : self.num_sink_tokens]
-        metadata.region, metadata.residual = layout.fields()
-        metadata.row_lengths, metadata.statistics, metadata.static = layout.row_lengths, layout.statistics, True
+        metadata.region, fields = layout.fields()
+        self.tail.set(layout.ring, fields)
+        self.unbind()
+        metadata.counted, metadata.statistics, metadata.static = layout.row_lengths, layout.statistics, True
         self.is_static, self.in_order = True, False
 
     def _bind(self, layout: StaticLayout, sinks: Pair, ring: Pair) -> None:
@@ -463,10 +570,11 @@ class EvictingStorage(LayerStorage):
         metadata, residual = self.metadata, min(self.residual_length, self.seq_length)
         number = self.static.row_lengths[:, None] - residual + torch.arange(residual, device=self.device)  # type: ignore[union-attr]
         order = number % (self.residual_length + 1)
-        self.residual = both(lambda x: gather_columns(x, order), self.residual)
-        metadata.residual = {name: gather_columns(x, order) for name, x in metadata.residual.items()}
-        metadata.residual["positions"] = metadata.residual["positions"].masked_fill((number < 0)[:, None], -1)
+        fields = {name: gather_columns(x, order) for name, x in self.tail.fields.items()}
+        fields["positions"] = fields["positions"].masked_fill((number < 0)[:, None], -1)
+        self.tail.set(both(lambda x: gather_columns(x, order), self.tail.sides), fields)
         metadata.columns, metadata.static, self.is_static = self.seq_length, False, False
+        metadata.padding, metadata.counted, metadata.has_holes = self.seq_length - self.static.row_lengths, None, True  # type: ignore[union-attr]
 
     # All tokens at once.
 
@@ -488,12 +596,16 @@ class EvictingStorage(LayerStorage):
 
     def select(self, rows: Sequence[int]) -> None:
         """Keeps the rows with these indices; a row that occurs several times is repeated. Tensors of the static layout are overwritten."""
-        was_static, self.rows = self.is_static, None
+        was_static = self.is_static
+        self.unbind()
         index = torch.tensor(rows, dtype=torch.int64, device=self.device)
         self.to_dynamic()
         self.tokens.select(rows)
         self.metadata.map(lambda x: x.index_select(0, index))
-        self.sinks, self.residual = (both(lambda x: x.index_select(0, index), zone) for zone in (self.sinks, self.residual))
+        self.sinks = both(lambda x: x.index_select(0, index), self.sinks)
+        tail = self.tail
+        tail.sides = both(lambda x: x.index_select(0, index), tail.sides)
+        tail.fields = {name: x.index_select(0, index) for name, x in tail.fields.items()}
         if was_static:
             self.to_static()
 
@@ -505,9 +617,10 @@ class EvictingStorage(LayerStorage):
         return copy.deepcopy(self, {id(self.tokens): tokens})
 
     def zones(self) -> tuple[Pair, Pair]:
-        return self.sinks, self.residual
+        return self.sinks, self.tail.tokens()
 
     def snapshot(self, rows: slice) -> tuple[dict[str, Tensor], dict[str, int]]:
+        self.metadata.describe()
         tensors, _ = super().snapshot(rows)
         tensors |= {name: x[rows] for name, x in self.metadata.named_tensors()}
         return tensors, {"seen": self.seq_length, "in_order": int(self.in_order)}
@@ -536,19 +649,32 @@ class EvictingStorage(LayerStorage):
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int]) -> None:
         super().restore(tensors, numbers)
-        self.sinks, self.residual = ((tensors[f"key.{zone}"], tensors[f"value.{zone}"]) for zone in ("sinks", "residual"))
-        self.metadata.load(tensors)
-        self.seq_length = self.metadata.columns = numbers["seen"]
+        self.seq_length = numbers["seen"]
+        self.sinks, residual = ((tensors[f"key.{zone}"], tensors[f"value.{zone}"]) for zone in ("sinks", "residual"))
+        self.tail.set(residual, self.metadata.load(tensors, self.seq_length))
+        self._shrink()
         self.in_order, self.sinks_full = bool(numbers["in_order"]), self.seq_length >= self.num_sink_tokens
         self.metadata.ragged = isinstance(self.tokens, HeadPages) and self.tokens.length > 0 and not self.in_order
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with its role: `exact`, `bookkeeping`, `codes` or `scales`. Some tensors occur twice."""
         layout = self.static
-        yield from (("exact", x) for x in (*self.sinks, *self.residual, *((*layout.inputs.sinks, *layout.ring) if layout else ())))
+        yield from (("exact", x) for x in (*self.sinks, *self.tail.sides, *((*layout.inputs.sinks, *layout.ring) if layout else ())))
         yield from self.tokens.tensors()
-        yield from (("bookkeeping", x) for _, x in self.metadata.named_tensors())
+        fields = self.tail.fields
+        own = (x for name, x in self.metadata.named_tensors() if not name.startswith("metadata.residual."))
+        yield from (("bookkeeping", x) for x in (*own, *fields.values()))
         if self.rows is not None:
             yield "bookkeeping", self.rows
         if layout is not None:
             yield from (("bookkeeping", x) for x in layout.tensors())
+
+
+@functools.lru_cache(maxsize=64)
+def _left(count: int, step: int, device: torch.device) -> Tensor:
+    """What `PagedInputs.rows` change by when `count` tokens have left the ring, whose oldest token is `step` slots further on, int32
+    `[8]`."""
+    changes = [0] * len(COLUMNS)
+    changes[RING_START], changes[RING_TOKENS], changes[LENGTH] = step, -count, count
+    with torch.inference_mode(False):
+        return torch.tensor(changes, dtype=torch.int32, device="cpu").to(device)

@@ -53,14 +53,34 @@ def append_and_evict(
     into = torch.full_like(slots, -1)[..., :1].expand(*slots.shape[:2], count)
     into = into.scatter(-1, index, torch.where(accepted, slots, -1))
     region.reserve(added)
-    region.own(0, region.numbers.shape[1])
     region.count(added)
-    region.store(new, region.pages.slots(into.clamp_min(0)).masked_fill(into < 0, -1))
+    region.replace(new, into)
     for name, x in metadata.region.items():
         x = F.pad(x, (0, added), value=-1)
         x = x.masked_fill(~retained, -1) if name == "positions" else x
         metadata.region[name] = x.scatter(-1, slots, torch.where(accepted, fields[name].gather(-1, index), x.gather(-1, slots)))
     return False
+
+
+def replace_lowest(region: RowPages, metadata: TokenMetadata, new: Pair, fields: TokenFields) -> None:
+    """`append_and_evict` for a region at its limit, without empty slots, that holds `N` tokens or more."""
+    stored, count = region.length, new[0].shape[2]
+    old, union = metadata.region, dict[str, Tensor]()
+    for name, x in old.items():
+        union[name] = torch.cat([x, fields[name]], dim=-1)
+    order, place = metadata.order(union), torch.arange(stored + count, device=new[0].device)
+    if count == 1:
+        into = order.argmin(-1, keepdim=True)  # `stored`: the new token itself
+    else:
+        lowest = order.topk(count, dim=-1, largest=False, sorted=False).indices.sort(-1).values
+        accepted = (lowest[..., None] != place[stored:]).all(-2)
+        nth = (accepted.cumsum(-1) - 1).clamp_min(0)
+        into = torch.where(accepted, lowest.gather(-1, nth), stored)
+    region.replace(new, into.masked_fill(into == stored, -1))
+    source = place[: stored + 1].expand(*order.shape[:2], -1).scatter(-1, into, place[stored:].expand_as(into))
+    source = source[..., :stored]
+    for name, x in union.items():
+        old[name] = x.gather(-1, source)
 
 
 def append_and_share(

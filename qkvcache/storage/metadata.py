@@ -14,13 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import Pair
+from ..kernels import Pair, both
 from ..policies import Arrivals, Budget, Policy, Rotation, Tokens, given
 from ..policies.ranking import total_order
 from .head_pages import HeadPages
-
-TokenFields = dict[str, Tensor]
-"""`positions` int32, and `score`, `key_norm`, `value_norm` fp32 if the policy needs them: `[B, H, T]` each."""
+from .tail import Tail, TokenFields
 
 
 def no_tokens(policy: Policy, like: Tensor) -> TokenFields:
@@ -36,29 +34,45 @@ def no_tokens(policy: Policy, like: Tensor) -> TokenFields:
 
 
 class TokenMetadata:
-    """The metadata of one layer with keys `[B, H, T, D]`. If heads share a budget, the metadata of the quantized region
-    lies in its pages (`head_pages.py`)."""
+    """The metadata of one layer. That of the last tokens lies in `tail`; if heads share a budget, that of the quantized
+    region lies in its pages (`head_pages.py`)."""
 
-    def __init__(self, policy: Policy, budget: Budget, keys: Tensor, rope: Rotation | None = None, pages: HeadPages | None = None):
-        self.policy, self.budget, self.rope, self.pages = policy, budget, rope, pages
+    def __init__(self, policy: Policy, budget: Budget, tail: Tail, rope: Rotation | None = None, pages: HeadPages | None = None):
+        self.policy, self.budget, self.tail, self.rope, self.pages = policy, budget, tail, rope, pages
+        keys = tail.sides[0]
         batch = keys.shape[0]
         self.columns = 0
         """Tokens seen by a row, padding included."""
-        self.row_lengths: Tensor | None = None
-        """Tokens seen by each row without padding, int64 `[B]`; None while there was no padding."""
+        self.padding: Tensor | None = None
+        """Padding seen by each row, int64 `[B]`; None while there was none."""
+        self.counted: Tensor | None = None
+        """`row_lengths` where the device counts them; None: elsewhere."""
         self.head_weights: Tensor | None = None
         """Each head's weight in the budget, int64 `[B, H, 1]`; `ONE` is the mean over all heads of the model. None:
         `Budget` and `Policy.alpha_safeguard` decide."""
         self.sinks = torch.empty(batch, 0, dtype=torch.bool, device=keys.device)
         """The columns of the sinks that hold a token, bool `[B, S]`."""
-        self._residual: TokenFields = no_tokens(policy, keys)
-        self._waiting: list[Arrivals] = []
-        """The last tokens of decode steps whose metadata is not computed yet."""
+        self.observes = policy.observation_window > 0
+        self.scores = policy.scores_arrivals or not {"key_norm", "value_norm"}.isdisjoint(tail.fields)
+        """Whether tokens have a score or norms from their arrival on."""
+        self.defers = not (self.observes and policy.scores_arrivals)
+        """Whether the metadata of decode steps' tokens is computed before an eviction, for all of them together."""
+        self.counts = self.defers and not policy.needs_queries
+        """Whether such tokens are only counted until then."""
+        self.waiting = 0
+        """The last tokens, of decode steps, whose metadata is not computed yet."""
+        self._queries: list[Tensor] = []
+        """The queries of the waiting tokens, if the policy needs them."""
+        self._scaling: float | None = None
         self._region: TokenFields = no_tokens(policy, keys) if pages is None else {}
         self.ragged = False
         """Whether a column of the region may be empty in some heads only."""
         self.has_gaps = False
         """Whether empty columns of the residual may come after others."""
+        self.has_holes = False
+        """Whether there may be an empty column."""
+        self._shortest: int | None = None
+        """The most padding of a row when `has_holes` was found last; None: not known."""
         self.static = False
         """Whether tensors must keep their addresses."""
         self.statistics: dict[str, Tensor] = {}
@@ -77,70 +91,88 @@ class TokenMetadata:
 
     @property
     def residual(self) -> TokenFields:
-        """The fields of the residual, those of the running step's tokens included."""
-        if self._waiting:
-            self._describe_waiting()
-        return self._residual
+        """The fields of the last tokens, in order; of those that wait, only what attention has added to their scores."""
+        return {name: self.tail.of(x) for name, x in self.tail.fields.items()}
 
-    @residual.setter
-    def residual(self, fields: TokenFields) -> None:
-        self._residual, self._waiting = fields, []
+    @property
+    def row_lengths(self) -> Tensor | None:
+        """Tokens seen by each row without padding, int64 `[B]`; None while there was no padding."""
+        if self.counted is not None:
+            return self.counted
+        return None if self.padding is None else self.columns - self.padding
+
+    def wait(self) -> None:
+        """Counts a decode step's token, which is the last of the tail and no padding in any row."""
+        self.waiting += 1
+        self.columns += 1
 
     def append(self, tokens: Arrivals) -> None:
-        """Adds the tokens of a step to the residual's metadata. Does not read `positions` and `seen` of `tokens`."""
+        """Adds the metadata of a step's tokens, which are the last of the tail. Does not read `positions` and `seen` of
+        `tokens`."""
         keys, is_valid = tokens.keys, tokens.is_valid
         batch, _, count, _ = keys.shape
-        observed = self.policy.observation_window > 0
-        if count == 1 and is_valid is None and not (observed and self.policy.scores_arrivals):
-            self._waiting.append(tokens)
-            if "score" in self._residual and observed:
-                self._residual["score"] = F.pad(self._residual["score"], (0, 1))
-            self.columns += 1
-            self.row_lengths = None if self.row_lengths is None else self.row_lengths + 1
+        if count == 1 and is_valid is None and self.defers:
+            if tokens.queries is not None:
+                self._queries.append(tokens.queries)
+            self._scaling = tokens.scaling
+            self.wait()
             return
-        residual = self.residual
-        if is_valid is not None and self.row_lengths is None:
-            self.row_lengths = torch.full((batch,), self.columns, dtype=torch.int64, device=keys.device)
-        if self.row_lengths is None:
+        self.describe(count)
+        if is_valid is not None:
+            self.has_gaps = self.has_holes = True
+            if self.padding is None:
+                self.padding = torch.zeros(batch, dtype=torch.int64, device=keys.device)
+        lengths = self.row_lengths
+        begin = self.columns if lengths is None else None
+        if lengths is None:
             positions = torch.arange(self.columns, self.columns + count, dtype=torch.int32, device=keys.device).expand(batch, -1)
+        elif is_valid is None:
+            positions = (lengths[:, None] + torch.arange(count, device=keys.device)).int()
         else:
-            is_valid = torch.ones(batch, count, dtype=torch.bool, device=keys.device) if is_valid is None else is_valid
-            ranks = self.row_lengths[:, None] + is_valid.cumsum(-1) - 1
-            positions = torch.where(is_valid, ranks, -1).int()
-            self.row_lengths = self.row_lengths + is_valid.sum(-1)
-        self.has_gaps |= tokens.is_valid is not None
-        begin = self.columns if self.row_lengths is None else None
+            positions = torch.where(is_valid, lengths[:, None] + is_valid.cumsum(-1) - 1, -1).int()
+            self._shortest = None
+            self.padding = self.padding + (count - is_valid.sum(-1))  # type: ignore[operator]
         self.columns += count
-        self._describe(residual, replace(tokens, positions=positions, begin=begin, seen=self.lengths()))
+        self._write(replace(tokens, positions=positions, begin=begin, seen=self.lengths()), count)
 
-    def _describe_waiting(self) -> None:
-        """Computes the fields of the tokens of several decode steps together: one by one, each would cost many small
-        kernels."""
-        steps, self._waiting = self._waiting, []
-        count, newest = len(steps), self.lengths()[:, :, 0]  # [B, 1]
-        positions = newest - count + torch.arange(count, device=newest.device)
-        keys, values = (torch.cat(x, dim=2) for x in zip(*((step.keys, step.values) for step in steps), strict=True))
-        queries = None if steps[0].queries is None else torch.cat([given(step.queries, "queries") for step in steps], dim=2)
-        tokens = replace(steps[-1], keys=keys, values=values, queries=queries, single=True)
-        begin = self.columns - count if self.row_lengths is None else None
-        self._describe(self._residual, replace(tokens, positions=positions.int(), begin=begin, seen=positions[:, None] + 1))
+    def describe(self, later: int = 0) -> None:
+        """Computes the metadata of the tokens that wait, together: one by one, each would cost many small kernels. `later`: tokens of the
+        tail after them."""
+        count, self.waiting = self.waiting, 0
+        if not count:
+            return
+        tail, newest = self.tail, self.columns
+        begin, device = tail.count - later - count, tail.sides[0].device
+        positions = torch.arange(newest - count, newest, dtype=torch.int32, device=device)
+        positions = positions[None] if self.padding is None else positions - self.padding[:, None].int()
+        if not self.scores:
+            tail.write(tail.fields["positions"], begin, positions[:, None])
+            return
+        positions = positions.expand(len(tail.sides[0]), -1)
+        keys, values = both(lambda x: tail.of(x, begin, count), tail.sides)
+        queries, self._queries = torch.cat(self._queries, dim=2) if self._queries else None, []
+        tokens = Arrivals(
+            keys, values, None, positions, newest - count if self.padding is None else None, positions[:, None].long() + 1,
+            queries, self._scaling, self.rope if self.policy.needs_rope else None, single=True,
+        )  # fmt: skip
+        self._write(tokens, count + later)
 
-    def _describe(self, residual: TokenFields, tokens: Arrivals) -> None:
-        """Adds the fields of new tokens to `residual`."""
-        heads, positions = tokens.keys.shape[1], given(tokens.positions, "positions")
-        fields = self.new_fields(tokens)
-        columns = residual["positions"].shape[-1] + positions.shape[-1]
-        for name, x in residual.items():
-            new = positions[:, None].expand(-1, heads, -1) if name == "positions" else fields.get(name)
-            residual[name] = F.pad(x, (0, columns - x.shape[-1])) if new is None else torch.cat([x, new], dim=-1)
+    def _write(self, tokens: Arrivals, last: int) -> None:
+        """Writes the metadata of `tokens`, which are the first of the `last` ones of the tail."""
+        fields, tail = self.new_fields(tokens), self.tail
+        fields["positions"] = given(tokens.positions, "positions")[:, None]
+        for name, new in fields.items():
+            if new is not None:
+                tail.write(tail.fields[name], tail.count - last, new)
 
     def simulate(self, like: Pair, query_heads: int, sinks: int = 0, region: int = 0, residual: int = 0) -> None:
         """Allocates, on the meta device, the statistics of tokens like `like` `[B, H, T, D]` with `query_heads` query
         heads, and columns of each zone; those of the region only where they do not lie in pages."""
         self.sinks = F.pad(self.sinks, (0, sinks))
-        for zone, tokens in ((self._region, region), (self.residual, residual)):
-            for name, x in zone.items():
-                zone[name] = F.pad(x, (0, tokens))
+        for name, x in self._region.items():
+            self._region[name] = F.pad(x, (0, region))
+        fields = {name: F.pad(x, (0, residual)) for name, x in self.tail.fields.items()}
+        self.tail.set(both(lambda x: F.pad(x, (0, 0, 0, residual)), self.tail.sides), fields)
         keys, values = (x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in like)
         queries = keys.new_zeros(keys.shape[0], query_heads, 1, keys.shape[3])
         position = torch.zeros(keys.shape[0], 1, dtype=torch.int32, device=keys.device)
@@ -159,77 +191,90 @@ class TokenMetadata:
         else:
             self.statistics = statistics
         new: dict[str, Tensor | None] = {}
-        if "score" in self._residual:
+        if "score" in self.tail.fields:
             new["score"] = None if score is None else score.float()
         for name, x in (("key_norm", tokens.keys), ("value_norm", tokens.values)):
-            if name in self._residual:
+            if name in self.tail.fields:
                 new[name] = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
         return new
 
-    def is_valid(self) -> Tensor | None:
-        """The columns that hold a token, bool `[B, T]`, or `[B, H, T]` if `ragged` tokens are in pages; None: all."""
+    def is_valid(self, running: int = 0) -> Tensor | None:
+        """The columns that hold a token, bool `[B, T]`, or `[B, H, T]` if `ragged` tokens are in pages; None: all. Without the last
+        `running` tokens."""
         if self.ragged and self.pages is not None and self.pages.length:
             region = self.pages.read("positions")[..., : self.pages.length]
-            return torch.cat([self.sinks[:, None].expand(-1, region.shape[1], -1), region >= 0, self._residual_is_valid()], dim=-1)
-        if self.row_lengths is None:
+            return torch.cat([self.sinks[:, None].expand(-1, region.shape[1], -1), region >= 0, self._residual_is_valid(running)], dim=-1)
+        if not self.has_holes:
             return None
-        return torch.cat([self.sinks, self.region["positions"][:, 0] >= 0, self._residual_is_valid()[:, 0]], dim=-1)
+        return torch.cat([self.sinks, self.region["positions"][:, 0] >= 0, self._residual_is_valid(running)[:, 0]], dim=-1)
 
-    def _residual_is_valid(self) -> Tensor:
+    def _residual_is_valid(self, running: int = 0) -> Tensor:
         """The columns of the residual that hold a token, bool `[B, H, R]`."""
-        return F.pad(self._residual["positions"] >= 0, (0, len(self._waiting)), value=True)
+        known = self.tail.of(self.tail.fields["positions"], 0, self.tail.count - self.waiting - running)
+        return F.pad(known >= 0, (0, self.waiting), value=True)
+
+    def find_holes(self, columns: int) -> None:
+        """Sets `has_holes`, if each row may have seen as many tokens as there are `columns`. The host waits for the device."""
+        if self._shortest is not None and self.columns - self._shortest < columns:
+            return
+        zones = self.sinks, self.region["positions"][:, 0] >= 0, self._residual_is_valid()[:, 0]
+        most = given(self.padding, "the padding of rows").amax()
+        *full, self._shortest = torch.stack([*(zone.all().long() for zone in zones), most]).tolist()
+        self.has_holes = not all(full)
 
     def observe(self, attention_sums: Tensor, queries: Tensor | int) -> None:
-        """Updates scores with the attention `[B, H, T]` that `queries` queries gave to each column, or to each slot of pages."""
-        fields = self._residual if self.policy.observation_window else self.residual  # it scores waiting tokens
-        sinks, residual = self.sinks.shape[1], fields["score"].shape[-1]
-        parts = attention_sums[..., sinks : attention_sums.shape[-1] - residual], attention_sums[..., attention_sums.shape[-1] - residual :]
-        for zone, part in zip((self._region, fields), parts, strict=True):
-            if zone:
-                zone["score"] = self.policy.observe(zone["score"], part, queries)
+        """Updates scores with the attention `[B, H, T]` that `queries` queries gave to each column, or to each slot of pages,
+        and to each slot of the tail."""
+        if not self.observes:
+            self.describe()  # scores of tokens come first
+        fields = self.tail.fields
+        sinks, recent = self.sinks.shape[1], attention_sums.shape[-1] - self.tail.slots
+        part, last = attention_sums[..., sinks:recent], attention_sums[..., recent:]
+        fields["score"] = self.policy.observe(fields["score"], last, queries)
+        if self._region:
+            self._region["score"] = self.policy.observe(self._region["score"], part, queries)
         if self.pages is not None and self.pages.length:
-            missing = self.pages.columns - parts[0].shape[-1]
-            part = F.pad(parts[0], (0, missing)) if missing else parts[0]
+            missing = self.pages.columns - part.shape[-1]
+            part = F.pad(part, (0, missing)) if missing else part
             self.pages.write("score", self.policy.observe(self.pages.read("score"), part, queries))
 
     def lengths(self) -> Tensor:
         """Tokens seen by each row without padding, int64 `[B, 1, 1]`."""
-        if self.row_lengths is not None:
-            return self.row_lengths[:, None, None]
+        lengths = self.row_lengths
+        if lengths is not None:
+            return lengths[:, None, None]
         return torch.full((self.sinks.shape[0], 1, 1), self.columns, dtype=torch.int64, device=self.sinks.device)
 
     def order(self, fields: TokenFields) -> Tensor:
         """The order of retention, int64 `[B, H, T]`, without ties: by the policy's priority; at equal priority newer
         tokens are higher."""
         positions = fields["positions"]
-        optional = {name: x for name, x in fields.items() if name != "positions"}
-        tokens = Tokens(positions, positions >= 0, self.lengths(), **optional)
+        get = fields.get
+        tokens = Tokens(positions, positions >= 0, self.lengths(), get("score"), get("key_norm"), get("value_norm"))
         return total_order(self.policy.rank(tokens, self.budget), positions)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replaces every tensor by `fn(tensor)`, which may change the rows."""
-        zones = self._region, self.residual
+        """Replaces every tensor, but those of the tail, by `fn(tensor)`, which may change the rows."""
+        self.describe()
         self.sinks = fn(self.sinks)
-        self.row_lengths = None if self.row_lengths is None else fn(self.row_lengths)
+        self.padding = None if self.padding is None else fn(self.padding)
         self.head_weights = None if self.head_weights is None else fn(self.head_weights)
         self.statistics = {name: fn(x) for name, x in self.statistics.items()}
-        for zone in zones:
-            for name in zone:
-                zone[name] = fn(zone[name])
+        self._region = {name: fn(x) for name, x in self._region.items()}
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor with its name in a snapshot."""
+        """Every tensor with its name in a snapshot. No token may wait (`describe`)."""
         named = {"sinks": self.sinks, "row_lengths": self.row_lengths, "head_weights": self.head_weights}
         yield from ((f"metadata.{name}", x) for name, x in named.items() if x is not None)
-        residual = self.residual  # first: computing it may change the statistics
-        for zone, fields in (("region", self._region), ("residual", residual), ("statistics", self.statistics)):
+        for zone, fields in (("region", self._region), ("residual", self.residual), ("statistics", self.statistics)):
             yield from ((f"metadata.{zone}.{name}", x) for name, x in fields.items())
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Takes the `named_tensors` of another layer from `tensors`."""
-        self.sinks = tensors["metadata.sinks"]
-        self.row_lengths, self.head_weights = tensors.get("metadata.row_lengths"), tensors.get("metadata.head_weights")
-        for zone, fields in (("region", self._region), ("residual", self._residual)):
-            fields |= {name: tensors[f"metadata.{zone}.{name}"] for name in fields}
+    def load(self, tensors: dict[str, Tensor], seen: int) -> TokenFields:
+        """Takes the `named_tensors` of another layer, which has seen `seen` tokens, and returns the fields of its tail."""
+        self.columns, self.sinks, self.head_weights = seen, tensors["metadata.sinks"], tensors.get("metadata.head_weights")
+        lengths = tensors.get("metadata.row_lengths")
+        self.padding, self.has_holes = None if lengths is None else seen - lengths, lengths is not None
+        self._region |= {name: tensors[f"metadata.region.{name}"] for name in self._region}
         prefix = "metadata.statistics."
         self.statistics = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+        return {name: tensors[f"metadata.residual.{name}"] for name in self.tail.fields}

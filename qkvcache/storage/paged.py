@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
-from ..kernels import AttentionBudget, BlockCache, Packed, Pages, Pair, both, copy_index, on_triton, quantize_into, quantizes
+from ..kernels import AttentionBudget, BlockCache, Packed, Pages, Pair, both, copy_index, launch_into, on_triton, quantize_into, quantizes
 from ..kernels.pages import BLOCK, block_of, calibrate
 from ..kernels.segments import join_tokens
 from .pool import Numbers, PageLayout, PagePool, Slab, selected, zeros
@@ -435,6 +435,18 @@ class RowPages(PagedTokens):
         if self.offloads is not None:
             self.cache = self._block_cache(self.offloads, slots // BLOCK)
         self.length = length(groups)
+
+    def replace(self, x: Pair, places: Tensor) -> None:
+        """Quantizes keys and values `[B, H, T, D]` in place of the tokens `places` of each head, int64 `[B, H, T]`; negative for those that
+        are not stored."""
+        self.own(0, self.numbers.shape[1])
+        kind = "replace", x[0].shape, x[0].dtype
+        if kind not in self.launches:
+            self.launches[kind] = launch_into(self.pages, x)
+        if (launch := self.launches[kind]) is not None:
+            launch(x, places)
+        else:
+            self.store(x, self.pages.slots(places.clamp_min(0)).masked_fill(places < 0, -1))
 
     def append(self, x: Pair) -> None:
         """Quantizes and stores keys and values `[B, H, T, D]`."""

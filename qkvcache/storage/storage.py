@@ -44,6 +44,7 @@ from ..kernels.pages import COLUMNS, CONTROL, DROPPED, LENGTH, RING_ROW, ROOM, S
 from .head_pages import HeadPages
 from .paged import GROUP, PAGE, SIDES, RowPages
 from .pool import selected
+from .tail import in_order
 
 
 def check_room(seq_length: int, tokens: int, max_length: int) -> None:
@@ -439,7 +440,7 @@ class Storage(LayerStorage):
     def _sides(self, stored: int, seq_length: int) -> tuple[KeysOrValues, KeysOrValues]:
         """The keys and the values when `stored` tokens were quantized of `seq_length`."""
         sinks = min(seq_length, self.num_sink_tokens)
-        return sides_of(self.sinks, self.tokens, self.residual, (sinks, stored, seq_length - sinks - stored))
+        return sides_of(self.sinks, self.tokens, self.residual, (sinks, stored, seq_length - sinks - stored), stored)
 
     def compiled_inputs(self, x: Pair) -> AttentionInputs:
         """The inputs of attention for a compiled step of one token, `x` `[B, H, 1, D]`, sized for `columns` tokens."""
@@ -448,7 +449,7 @@ class Storage(LayerStorage):
 
     def zones(self) -> tuple[Pair, Pair]:
         sinks, count = self.exact_counts
-        return both(lambda x: x[:, :, :sinks], self.sinks), both(lambda x: _oldest(x, self.tokens.length, count), self.residual)
+        return both(lambda x: x[:, :, :sinks], self.sinks), both(lambda x: in_order(x, self.tokens.length, count), self.residual)
 
     # All tokens at once.
 
@@ -551,13 +552,6 @@ def extended(x: Pair, tokens: int) -> Pair:
     return x if x[0].shape[2] >= tokens else both(lambda side: F.pad(side, (0, 0, 0, tokens - side.shape[2])), x)
 
 
-def _oldest(ring: Tensor, quantized: int, count: int) -> Tensor:
-    """The oldest `count` tokens of a ring `[B, H, R, D]` in token order, after `quantized` tokens have left it."""
-    at = quantized % max(ring.shape[2], 1)
-    tail = ring[:, :, at : at + count]
-    return tail if tail.shape[2] == count else torch.cat([tail, ring[:, :, : count - tail.shape[2]]], dim=2)
-
-
 def attention_inputs_of(
     sinks: Pair, tokens: RowPages, residual: Pair, joined: Pair | None = None, budget: AttentionBudget | None = None
 ) -> AttentionInputs:
@@ -572,20 +566,21 @@ def attention_inputs_of(
 
 
 def sides_of(
-    sinks: Pair, tokens: RowPages | HeadPages, residual: Pair, counts: tuple[int, int, int] | None = None
+    sinks: Pair, tokens: RowPages | HeadPages, residual: Pair, counts: tuple[int, int, int] | None = None, start: int = 0
 ) -> tuple[KeysOrValues, KeysOrValues]:
     """The keys and the values of `sinks`, the tokens in `tokens`, and `residual`, in this order. `counts`: of the three, the residual being
-    a ring; None: all that are there now, and a residual in token order."""
-    return both(lambda side: _side_of(sinks[side], tokens, residual[side], side, counts), (0, 1))
+    a ring whose oldest token is in slot `start % R`; None: all that are there now, and a residual in token order."""
+    return both(lambda side: _side_of(sinks[side], tokens, residual[side], side, counts, start), (0, 1))
 
 
-def _side_of(first: Tensor, tokens: RowPages | HeadPages, last: Tensor, side: int, counts: tuple[int, int, int] | None) -> KeysOrValues:
+def _side_of(
+    first: Tensor, tokens: RowPages | HeadPages, last: Tensor, side: int, counts: tuple[int, int, int] | None, start: int
+) -> KeysOrValues:
     sinks, stored, recent = counts or (first.shape[2], tokens.length, last.shape[2])
-    left = stored if counts else 0
 
     def build() -> tuple[Segment, ...]:
         packed = tokens.packed(side, block_of(last), stored)
-        row: tuple[Segment, ...] = (Exact(first[:, :, :sinks]), *packed, Exact(_oldest(last, left, recent)))
+        row: tuple[Segment, ...] = (Exact(first[:, :, :sinks]), *packed, Exact(in_order(last, start, recent)))
         return tuple(segment for segment in row if segment.tokens)
 
     batch, heads, _, dim = last.shape

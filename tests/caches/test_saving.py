@@ -10,6 +10,7 @@ import struct
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from qkvcache import CompressedCache, TurboQuantCache, formats, policies
@@ -62,9 +63,9 @@ def filled(architecture: str, name: str) -> CompressedCache:
 
 
 def same(one, other, architecture: str) -> None:
-    """Both go on alike, and evict alike: every answer is bit for bit the same."""
+    """Both go on alike, and evict alike: every answer is the same, but for the order in which a ring is summed."""
     for tokens in (1, 5, 1, 1):
-        assert torch.equal(read(one, IDS[:, :tokens], architecture), read(other, IDS[:, :tokens], architecture))
+        assert_close(read(one, IDS[:, :tokens], architecture), read(other, IDS[:, :tokens], architecture), rtol=1e-4, atol=1e-4)
 
 
 def by_torch(cache):

@@ -153,7 +153,8 @@ def test_a_row_comes_back_from_a_snapshot(format, prompt):
         assert again.nbytes == alone.nbytes
         for a in range(prompt + 2, LENGTH):
             logits = [forward(network, x, ids[row : row + 1], torch.ones_like(ids[:1]), a, a + 1) for x in (again, alone)]
-            assert same(*([x] for x in logits)) and kept(again) == kept(alone)
+            assert_close(*logits, of_model(network))  # the ring of one begins elsewhere
+            assert kept(again) == kept(alone)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flex_attention", "qkvcache"])

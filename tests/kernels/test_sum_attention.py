@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from qkvcache.kernels import attend, attend_observed, observe_on_codes, prefill_with_lse, sum_attention
+from qkvcache.kernels import attend, attend_observed, observe_on_codes, observes_slots, prefill_with_lse, sum_attention
 from qkvcache.storage import Storage
 from tests.matrix import FORMATS, slowly
 from tests.matrix import FORMATS as REGISTRY
@@ -224,13 +224,17 @@ def test_magnitudes(monkeypatch, triton):
     torch.testing.assert_close(plan.attend_pages(query, attention_inputs.paged, observed=observed)[2], expected, rtol=5e-3, atol=1e-6)
 
 
-def test_mass_of_storage_that_counts_on_the_device_is_refused(monkeypatch, triton):
+def test_sums_are_by_slot_where_the_device_counts(monkeypatch, triton):
+    from qkvcache.kernels.attend import attend_pages
+
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
-    x = data(2, 2, 5, 64), data(2, 2, 5, 64)
+    x, query, observed = (data(2, 2, 11, 64), data(2, 2, 11, 64)), data(2, 4, 1, 64), torch.ones(2, 1, device=DEVICE)
     held = Storage(REGISTRY["int8"].codecs(), x, 0, 4, 60)
     held.append(x)
-    with pytest.raises(ValueError, match="`observed` cannot be combined with storage that counts on the device"):
-        observe_on_codes(data(2, 4, 1, 64), held.attention_inputs(), observed=torch.ones(2, 1, device=DEVICE))
+    inputs = held.attention_inputs()
+    assert observes_slots(query, inputs)
+    sums = observe_on_codes(query, inputs, observed=observed)[1]
+    torch.testing.assert_close(sums, attend_pages(query, inputs.paged, observed=observed)[2], rtol=5e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])

@@ -1,13 +1,17 @@
 """What an evicting layer must not do, found by looking for it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from qkvcache import CompressedCache, SinkCache, policies
 from qkvcache.attention import masks
+from qkvcache.attention.route import route
+from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.policies import H2O, TOVA, Custom, KeyDiff, SinkWindow
 from qkvcache.releases import passing
-from tests.matrix import model
+from tests.matrix import FORMATS, model
 from tests.reference import assert_close, forward
 from tests.tolerance import rounding
 
@@ -139,3 +143,32 @@ def test_all_layers_look_at_a_mask_once(monkeypatch):
     ids, mask = text(2, 30)
     forward(network, CompressedCache(network.config, policy=H2O(budget=16)), ids, mask, 0, 30)
     assert len(looks) == 1
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("policy", [H2O(budget=24, recent=6, interval=2), KeyDiff(budget=24, recent=6, interval=1)], ids=str)
+@pytest.mark.parametrize("pads", [7, 30])
+def test_the_ring_of_kernels_is_that_of_torch(monkeypatch, policy, pads):
+    """Which counts on the device, wraps round and, where padding leaves no empty slot, is read by a plan."""
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+    steps = [[torch.randn(2, heads, tokens, 32) for heads in (1, 1, 2)] for tokens in (40, *[1] * 9)]
+    padding = (torch.arange(40) >= torch.tensor([[0], [pads]]))[:, None, None]
+    found = []
+    for kernels in ("torch", "triton"):
+        monkeypatch.setenv("QKVCACHE_KERNELS", kernels)
+        layer, outputs = EvictingLayer(FORMATS["int8"], policy, policy.budgets[0], 2, 3), []
+        for keys, values, queries in steps:
+            new = layer.update(keys, values)
+            if keys.shape[2] > 1:
+                layer.begin_attention(padding[:, 0, 0], queries, 1.0)
+                layer.end_attention(torch.ones(2, 1, 40) * padding[:, 0] if policy.observation_window else None)
+                continue
+            outputs.append(route(None, "sdpa", SimpleNamespace(is_causal=True), queries, *new, None)[0])
+        assert (layer.running.plan is not None) == (kernels == "triton" and pads == 7)
+        found.append((outputs, layer.positions()))
+    (expected, positions), (ours, kept) = found
+    assert torch.equal(kept, positions) and (kept >= 0).all() == (pads == 7)
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 
@@ -21,7 +22,7 @@ from qkvcache.kernels.launch import Launcher
 from qkvcache.kernels.tables import tables
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.evicting import EvictingLayer
-from qkvcache.policies import H2O, AdaKV, KeyDiff, Policy
+from qkvcache.policies import H2O, TOVA, AdaKV, KeyDiff, Policy, SnapKV
 from qkvcache.releases import passing
 from qkvcache.storage import GROUP
 from tests.launches import counted
@@ -172,15 +173,18 @@ def decoded(patch: pytest.MonkeyPatch, policy: Policy, steps: int) -> list[list[
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_steps_of_heads_that_share_a_budget(monkeypatch):
-    """Between evictions, one more than where each head has its own, which counts the token among the exact ones; after an eviction, one
+    """Between evictions, three more than where each head has its own, whose one launch writes and counts the token; after an eviction, one
     that reads the scores of pages."""
     one = H2O(budget=100, num_sink_tokens=4, recent=8, interval=4)
     own, shared = (decoded(monkeypatch, policy, 6) for policy in (one, AdaKV(one)))
-    assert len(shared[1]) == len(shared[2]) == len(own[1]) + 1 == 10
-    assert len(shared[4]) == 11  # and again after an eviction
+    assert own[1] == own[2] == ["_step_kernel", "attend_kernel", "reduce_kernel", "sum_splits_kernel", "add", "add"]
+    assert len(own[3]) < 60, own[3]  # an eviction of four tokens
+    assert len(shared[1]) == len(shared[2]) == len(own[1]) + 3 == 9
+    assert len(shared[4]) == 10  # and again after an eviction
 
 
-MOST_CALLS = {"decode": 50}
+EVICTING = {kind.__name__: kind(budget=128, interval=1) for kind in (SnapKV, H2O, KeyDiff, TOVA)}
+MOST_CALLS = {"decode": 50, "evict": 90}
 """The most Python calls of a layer and step, as DESIGN allows."""
 
 
@@ -203,13 +207,22 @@ def calls_of_a_layer(step: Callable[[], object]) -> list[str]:
 
 
 @torch.no_grad()
-def test_a_layer_of_a_step_makes_few_calls(monkeypatch):
-    """Beside the kernels, which do nothing here."""
+@pytest.mark.parametrize("policy", [None, *EVICTING])
+def test_a_layer_of_a_step_makes_few_calls(monkeypatch, policy):
+    """Beside the kernels, which do nothing here. Between evictions, a layer that evicts makes few more than one that grows."""
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
-    network, ids = model("llama"), torch.randint(3, 100, (1, 200))
-    cache = CompressedCache(network.config, format="turboquant_4bit_nc")
-    network(ids, **passing(cache))
     monkeypatch.setattr(GridExecutor, "__call__", lambda kernel, *args, **kwargs: None)
-    network(ids[:, :1], **passing(cache))
-    calls = calls_of_a_layer(lambda: network(ids[:, :1], **passing(cache)))
-    assert 0 < len(calls) <= MOST_CALLS["decode"], calls
+    network, ids = model("llama"), torch.randint(3, 100, (1, 200))
+
+    def calls(**options) -> list[list[str]]:
+        cache = CompressedCache(network.config, format="turboquant_4bit_nc", **options)
+        network(ids, **passing(cache))
+        network(ids[:, :1], **passing(cache))
+        return [calls_of_a_layer(lambda: network(ids[:, :1], **passing(cache))) for _ in range(2)]
+
+    if policy is None:
+        assert all(0 < len(step) <= MOST_CALLS["decode"] for step in calls()), calls()
+        return
+    often, seldom = EVICTING[policy], replace(EVICTING[policy], interval=16)
+    assert all(0 < len(step) <= MOST_CALLS["evict"] for step in calls(policy=often)), calls(policy=often)
+    assert len(calls(policy=seldom)[-1]) <= MOST_CALLS["decode"] + 12, calls(policy=seldom)[-1]

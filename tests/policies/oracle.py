@@ -42,6 +42,7 @@ class Text:
 def columns(layer: EvictingLayer) -> Tensor:
     """Positions in the order in which attention sees tokens, -1 where there is none."""
     metadata = layer.storage.metadata
+    metadata.describe()
     region, recent = metadata.region["positions"], metadata.residual["positions"]
     first = torch.arange(metadata.sinks.shape[1], dtype=torch.int32).where(metadata.sinks, -1)
     return torch.cat([first[:, None].expand(-1, HEADS, -1), region, recent], dim=-1)

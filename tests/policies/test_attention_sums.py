@@ -46,6 +46,7 @@ def weights(network, layer):
 def scores(cache, layer):
     """What the layer noted, `[B, H, T]` by column."""
     metadata = cache.layers[layer].storage.metadata
+    metadata.describe()
     positions = torch.cat([metadata.region["positions"], metadata.residual["positions"]], -1).long()
     score = torch.cat([metadata.region["score"], metadata.residual["score"]], -1)
     found = torch.zeros(*score.shape[:2], LENGTH + 1)

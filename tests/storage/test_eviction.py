@@ -9,6 +9,8 @@ from qkvcache.formats import resolve
 from qkvcache.policies import H2O, Budget
 from qkvcache.storage import RowPages, TokenMetadata
 from qkvcache.storage.eviction import append_and_evict
+from qkvcache.storage.metadata import no_tokens
+from qkvcache.storage.tail import Tail
 from tests.matrix import FORMATS
 
 pytestmark = pytest.mark.sums
@@ -28,8 +30,8 @@ class QuantizedRegion:
         self.codec, self.generator = codec, torch.Generator().manual_seed(seed)
         empty = torch.empty(ROWS, HEADS, 0, DIM)
         self.slots = RowPages((codec, codec), (empty, empty), per_head=True)
-        self.metadata = TokenMetadata(POLICY, Budget(10**6), empty)
-        self.metadata.row_lengths = torch.zeros(ROWS, dtype=torch.int64)
+        self.metadata = TokenMetadata(POLICY, Budget(10**6), Tail((empty, empty), no_tokens(POLICY, empty)))
+        self.metadata.padding = torch.zeros(ROWS, dtype=torch.int64)
         self.x = [[] for _ in range(ROWS)]  # the tokens of each row by position
         self.tokens = [[[] for _ in range(HEADS)] for _ in range(ROWS)]  # (score, position) of what is held
 
@@ -40,7 +42,8 @@ class QuantizedRegion:
             torch.where(is_valid, self.metadata.row_lengths[:, None] + is_valid.cumsum(-1) - 1, -1).int()[:, None].expand(-1, HEADS, -1)
         )
         score = torch.randint(0, 6, (ROWS, HEADS, count), generator=self.generator).float()  # ties
-        self.metadata.row_lengths = self.metadata.row_lengths + is_valid.sum(-1)
+        self.metadata.columns += count
+        self.metadata.padding = self.metadata.padding + (count - is_valid.sum(-1))
         for row in range(ROWS):
             self.x[row] += [x[row, :, i] for i in range(count) if is_valid[row, i]]
             for head in range(HEADS):
