@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats.base import PackedLayout
+from ..formats.base import Codes, PackedLayout
 from .launch import Held, Launcher
 from .pages import PagedInputs, Pages
 from .segments import Pair
@@ -38,10 +38,15 @@ def launched(pages: Pages, x: Pair) -> tuple[tuple[Any, ...], dict[str, Any], tu
     layouts = tuple(known(codec, side) for codec, side in zip(pages.codecs, x, strict=True))
     (batch, heads, tokens, _), dims = x[0].shape, tuple(side.shape[3] for side in x)
     across, along, warps = tile(layouts, heads, tokens, padded(max(dims)), x[0].element_size())
-    parts = zip(layouts, codes, x, strict=True)
-    planes = tuple(plane_arguments(layout, side, like, table_of(layout, like)) for layout, side, like in parts)
+    planes = tuple(_planes(*part) for part in zip(layouts, codes, x, strict=True))
     constants = {"L": layouts, "D": dims, "ACROSS": across, "ALONG": along, "PAGE": pages.page_size, "BASE": pages.firsts[0]}
     return planes, constants, (-(-tokens // along) * -(-heads // across), batch, 2), warps
+
+
+def _planes(layout: PackedLayout, codes: Codes, like: Tensor) -> tuple[object, ...]:
+    """`plane_arguments` without a reference to `like`, which launches would keep alive."""
+    none = next(iter(codes.values()))
+    return plane_arguments(layout, codes, none, table_of(layout, like) if layout.rotated else none)
 
 
 def quantize_into(pages: Pages, x: Pair, slots: Tensor | int, zones: Sequence[tuple[Pair, Tensor]] = ()) -> None:
@@ -142,7 +147,7 @@ def _of_storage(inputs: PagedInputs) -> tuple[tuple[PackedLayout, PackedLayout],
     rows, pages = inputs.rows, inputs.pages
     if rows is None:
         raise ValueError("the inputs have no counts on the device")
-    planes, constants, _, _ = launched(pages, inputs.ring)  # new tokens would be kept alive
+    planes, constants, _, _ = launched(pages, inputs.ring)
     stored = tuple(
         (ring, *ring.stride()[:2], sinks, *sinks.stride()[:2], side)
         for ring, sinks, side in zip(inputs.ring, inputs.sinks, planes, strict=True)

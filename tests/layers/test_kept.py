@@ -1,15 +1,21 @@
 """What kernels and codecs keep for the process is made when storage is taken: `kernels/tables.py` says why."""
 
 import functools
+import gc
 import importlib
 import sys
+import weakref
 
 import pytest
 import torch
 
+from qkvcache import CompressedCache
 from qkvcache.kernels import attend_on_codes
 from qkvcache.layers.compressed import CompressedLayer
+from qkvcache.policies import H2O
+from qkvcache.releases import passing
 from tests.matrix import FORMATS as REGISTRY
+from tests.matrix import model
 from tests.updates import DIM, HEADS, new
 
 KINDS = ["identity", "int8_asymmetric", "fp8_tensor", "int4_group", "nvfp4", "turboquant_3bit_nc"]
@@ -58,3 +64,24 @@ def test_what_is_kept_is_made_before_the_first_step(format, kernels, monkeypatch
     no_tensors |= {f"qkvcache.formats.codebooks.{name}" for name in ("grid_levels", "grid_steps", "midpoints")}
     no_tensors |= {"qkvcache.kernels.segments.names"}
     assert {name for name, count in kept().items() if count != before.get(name, 0)} <= no_tensors
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("policy", [None, H2O(budget=32)], ids=["", "evicts"])
+@pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
+def test_a_prompt_is_not_kept_alive(format, policy, monkeypatch):
+    """Not even as an argument that a launch does not read."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
+    network, keys, update = model("llama"), [], CompressedCache.update
+
+    def watched(self, key, value, *args, **kwargs):
+        keys.extend([weakref.ref(key), weakref.ref(value)] if key.shape[2] > 1 else [])
+        return update(self, key, value, *args, **kwargs)
+
+    monkeypatch.setattr(CompressedCache, "update", watched)
+    cache, ids = CompressedCache(network.config, format=format, policy=policy), torch.randint(3, 60, (1, 80))
+    for part in (ids, ids[:, :1]):
+        network(part, **passing(cache))
+    gc.collect()
+    assert keys and not any(key() is not None for key in keys)
