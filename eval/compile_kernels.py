@@ -343,8 +343,8 @@ def stepping(format: str, head_dim: int, target: str) -> Iterator[Job]:
     """A step of one token, a prompt, and a token that leaves the ring of a layer that evicts."""
     zones, vectors = _strided("*bf16", 2) * 2, _strided("*bf16", 3)
     planes = [_planes_of(codec, head_dim, "*bf16") for codec in FORMATS[format].codecs()]
-    step: dict[str, str | Types] = {"control": "*i32", "rows": "*i32", "table": "*i64", "new": (vectors, vectors)}
-    step["stored"] = tuple((*zones, side) for side in planes)
+    step: dict[str, str | Types] = {"control": "*i32", "rows": "*i32", "table": "*i64", "key": "*bf16", "value": "*bf16"}
+    step["new_strides"], step["stored"] = (vectors[1:],) * 2, tuple((*zones, side) for side in planes)
     for tokens, name in ((1, ""), (512, " block")):
         stored = storing(format, head_dim, tokens, target)
         constants = {name: x for name, x in stored.constants.items() if name not in ("ZONES", "BY_TABLE")}
