@@ -32,7 +32,7 @@ class Steps:
         self.first: int | None = None
         """The layer that steps begin with."""
         self.begun: set[str] = set()
-        """What the step has written into the first layer."""
+        """Parts of the step that are written in the first layer."""
         self.last = self.top = self.known = -1
         """The layer written last, the highest layer written, and the highest when the step began."""
         self.end: int | None = None

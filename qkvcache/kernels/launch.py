@@ -70,7 +70,7 @@ _kinds_of, _addresses_of, _dtype_of, _pointer_of = (
     attrgetter("kinds"), attrgetter("addresses"), attrgetter("dtype"), methodcaller("data_ptr"),
 )  # fmt: skip
 _low_bits = (15).__and__
-"""What of an address decides whether it is aligned."""
+"""The bits of an address that decide whether it is aligned."""
 
 
 class _Ahead(threading.local):

@@ -53,7 +53,7 @@ class Kind:
 
 
 class Layer(NamedTuple):
-    """What all launches over one layer share."""
+    """The kind and the arguments that all launches over one layer share."""
 
     kind: Kind
     held: Held
@@ -139,7 +139,7 @@ def held_of(inputs: PagedInputs, empty: Tensor) -> Held:
 
 
 class Form(NamedTuple):
-    """What the launches of a call of attention depend on, beside the `Kind` of its layers.
+    """The shapes and options that the launches of an attention call depend on, beside the `Kind` of its layers.
 
     shape: of the queries, `[B, Hq, Q, D]`.
     heads: KV heads.
@@ -378,7 +378,7 @@ class Plan:
 
 
 def _sizes(inputs: PagedInputs) -> tuple:
-    """What a plan depends on, beside the kind of a layer."""
+    """The sizes that a plan depends on, beside the kind of a layer."""
     sinks, ring = inputs.sinks[0].shape[2], inputs.ring[0].shape
     return inputs.max_length, sinks, ring[1], ring[2], inputs.branches, inputs.shared, inputs.splits, inputs.tokens
 

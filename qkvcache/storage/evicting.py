@@ -672,7 +672,7 @@ class EvictingStorage(LayerStorage):
 
 @functools.lru_cache(maxsize=64)
 def _left(count: int, step: int, device: torch.device) -> Tensor:
-    """What `PagedInputs.rows` change by when `count` tokens have left the ring, whose oldest token is `step` slots further on, int32
+    """The change of `PagedInputs.rows` when `count` tokens have left the ring, whose oldest token is `step` slots further on, int32
     `[8]`."""
     changes = [0] * len(COLUMNS)
     changes[RING_START], changes[RING_TOKENS], changes[LENGTH] = step, -count, count
