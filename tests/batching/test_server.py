@@ -1,6 +1,5 @@
 """`qkvcache serve` with the `openai` package as client, on the embedded model: what users type, and what they do to a server."""
 
-import copy
 import functools
 import threading
 import urllib.request
@@ -120,24 +119,30 @@ def test_a_client_that_leaves_frees_its_pages(server, folder):
     assert complete(server, folder, prompt, 4)
 
 
+def scraped(server) -> dict[str, str]:
+    """Over HTTP: the loop that answers has counted every request answered before."""
+    with urllib.request.urlopen(f"{address(server)}/metrics") as answer:
+        assert answer.headers["content-type"].startswith("text/plain")
+        return dict(line.split() for line in answer.read().decode().splitlines() if not line.startswith("#"))
+
+
 def test_metrics(server, folder, capfd):
-    before, observed = server.metrics(), copy.deepcopy(server.observed)
+    observed, before = scraped(server), server.metrics()
     complete(server, folder, prompts(1)[0], 10)
     with pytest.raises(openai.BadRequestError):
         complete(server, folder, "A", 0)
     found = server.metrics()
     assert found.tokens_generated == before.tokens_generated + 10 and found.page_size == 256 and found.pages_total >= 16
     assert found.prompt_tokens - before.prompt_tokens > 20 and found.rings <= found.pages_total
-    with urllib.request.urlopen(f"{address(server)}/metrics") as answer:
-        assert answer.headers["content-type"].startswith("text/plain")
-        values = dict(line.split() for line in answer.read().decode().splitlines() if not line.startswith("#"))
+    values = scraped(server)
     assert int(values["qkvcache_tokens_generated_total"]) == found.tokens_generated
     assert int(values["qkvcache_pages_total"]) == found.pages_total
     assert int(values["qkvcache_prompt_tokens_total"]) == found.prompt_tokens and values["qkvcache_worker_alive"] == "1"
     assert int(values["qkvcache_ring_bytes"]) == server.batching.manager.cache.store.rings.tensor.nbytes
     assert int(values["qkvcache_page_bytes"]) == server.batching.manager.cache.cache_tensor.nbytes
     for kind in ("finished", "refused"):
-        assert int(values[f'qkvcache_requests_total{{outcome="{kind}"}}']) == observed.outcomes[kind] + 1
+        key = f'qkvcache_requests_total{{outcome="{kind}"}}'
+        assert int(values[key]) == int(observed[key]) + 1
     for name in ("time_to_first_token", "time_per_output_token", "request"):
         counts = [int(values[key]) for key in values if key.startswith(f"qkvcache_{name}_seconds_bucket")]
         assert counts == sorted(counts) and counts[-1] == int(values[f"qkvcache_{name}_seconds_count"]) > 0
