@@ -38,7 +38,7 @@ def attend_observed(
     stock: Callable, implementation: str, path: str, module: torch.nn.Module, query: Tensor, key: CompressedKV, value: CompressedKV,
     mask: Any, *args: Any, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`route` for an evicting layer. `path`: that of `path_of`."""
+    """`route` for an evicting layer. `path`: the result of `path_of`."""
     observer = key.observer
     if observer.is_static and query.shape[2] == 1:
         return _attend_static(stock, implementation, module, query, key, value, mask, *args, **kwargs)

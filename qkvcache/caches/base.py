@@ -76,7 +76,7 @@ class CompressedCache(DynamicCache):
     Args:
         config: the model's config. Optional where every layer has full attention.
         format: a registry name (`qkvcache.formats.REGISTRY`) or a Format; a sequence of these, one for each
-            full-attention layer, those of `skip_layers` included; or the path of a calibration file with one
+            full-attention layer, including the layers of `skip_layers`; or the path of a calibration file with one
             format for each layer (`qkvcache calibrate`). With a policy, None keeps tokens in the model's
             dtype. A format with `center=False` warns once if the keys of a prompt have a large mean. With
             others of fewer than 8 bits, a layer whose keys have an outlying channel stores its keys in int8,
@@ -371,7 +371,7 @@ class CompressedCache(DynamicCache):
         **states: Any,
     ) -> CompressedLayer:
         """A new full-attention layer in `format` (None: the cache's), the layer `number` of those compressed,
-        and `index` of all (None: the next). `states`: those of `_options_of`."""
+        and `index` of all (None: the next). `states`: the layer states of `_options_of`."""
         if format is None:
             (format,) = self.format.for_layers(1)
         if self.policy is not None:
@@ -502,7 +502,7 @@ class CompressedCache(DynamicCache):
     @classmethod
     def from_cache(cls, cache: Cache, config: PreTrainedConfig, *, attention_mask: Tensor | None = None, **options: Any) -> Self:
         """Returns a new cache with the tokens of a DynamicCache that was filled elsewhere, which stays as it is. The tokens are stored as
-        those of one prompt.
+        the tokens of one prompt.
 
             CompressedCache.from_cache(dynamic_cache, model.config, format="turboquant_4bit_nc")
 
@@ -510,7 +510,7 @@ class CompressedCache(DynamicCache):
             cache: a DynamicCache, with layers of any kind that transformers makes for the model.
             config: the config of the model.
             attention_mask: `[B, T]` of the tokens in the cache, 0 for padding; None: there is no padding.
-            **options: those of the class, such as `format` and `policy`.
+            **options: options of the class, such as `format` and `policy`.
 
         Raises:
             TypeError: a cache of another kind.

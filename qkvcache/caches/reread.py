@@ -22,8 +22,8 @@ def limit_of(config: PreTrainedConfig) -> float:
 
 
 def length_for(cache: Cache, length: int, caller: FrameType) -> int:
-    """The answer to a `CALLER`, which asks for the number of tokens that `cache` has seen: `length`; or, of a text that must be read anew,
-    that of the text, after which the cache is empty and the step brings all tokens. Raises ValueError if the step lacks some of them."""
+    """The number of tokens that a `CALLER` is told `cache` has seen: `length`, or, if the text must be read anew, the length of the text;
+    the cache is empty after it, and the step brings all tokens. Raises ValueError if the step lacks some of them."""
     if caller.f_globals.get("__name__") not in MODULES:
         return length
     step = caller.f_locals

@@ -81,7 +81,7 @@ def _mean(x: Tensor, is_valid: Tensor | None) -> Tensor:
 
 
 def _shrunk(mean: Tensor, square: Tensor, count: int | Tensor) -> Tensor:
-    """The result of `_mean` for that of `_moments`."""
+    """The result of `_mean`, from the result of `_moments`."""
     typical = square.sort(-1).values[..., square.shape[3] // 2, None]
     doubt = torch.minimum(square - mean.square() + typical / count, mean.square())
     weight = count * mean.square()
@@ -98,7 +98,7 @@ def spread(x: Tensor, is_valid: Tensor | None) -> Tensor:
 
 
 def mean_energy(x: Tensor, is_valid: Tensor | None = None) -> Tensor:
-    """The energy of the means of channels over that of their variation, fp32 `[B, H]`, of keys `[B, H, T, D]`. `is_valid`: as of
+    """The energy of the means of channels over the energy of their variation, fp32 `[B, H]`, of keys `[B, H, T, D]`. `is_valid`: as of
     `Codec.calibrate`."""
     mean, square, _ = _moments(x, is_valid)
     mean, square = (energy.sum(-1).squeeze(-1) for energy in (mean.square(), square))

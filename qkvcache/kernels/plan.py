@@ -226,7 +226,7 @@ class Plan:
 
     Args:
         query: `[B, Hq, Q, D]`; queries of other layers have the same shape, strides and dtype.
-        mask, options: as of `attend.attend_pages`; `sinks` and `observed` are those of a layer, and given to `run`.
+        mask, options: as of `attend.attend_pages`; `sinks` and `observed` belong to one layer: `run` takes them.
         launch: for measuring; chosen by format otherwise.
         items: divide the rows among programs.
         skip: tokens at the beginning of pages that another plan reads.

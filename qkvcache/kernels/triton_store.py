@@ -79,7 +79,11 @@ OF_TOKENS = "new_strides", "slots_b", "slots_h", "slots_t", "start", "tokens", "
 def launch_into(pages: Pages, x: Pair) -> Callable[[Pair, Tensor], None]:
     """A function that quantizes vectors like `x` in place of the tokens `[B, H, T]` of each row, with all other arguments prepared."""
     planes, constants, grid, warps = launched(pages, contiguous(x))
-    run, (heads, tokens) = _into(*constants.values(), warps, x[0].device), x[0].shape[1:3]
+    run = _launcher(
+        _quantize_kernel, x[0].device, ("key", "value", "slots"), (*OF_TOKENS, "planes", "table", "table_b"),
+        **constants, ZONES=0, BY_TABLE=True, num_warps=warps,
+    )  # fmt: skip
+    heads, tokens = x[0].shape[1:3]
     of_pages, strides = Held(planes=planes, table=pages.table, table_b=pages.table.stride(0)), dict[tuple, Held]()
 
     def launch(x: Pair, places: Tensor) -> None:
@@ -98,19 +102,9 @@ def launch_into(pages: Pages, x: Pair) -> Callable[[Pair, Tensor], None]:
 
 
 @functools.lru_cache(maxsize=256)
-def _into(
-    layouts: tuple[PackedLayout, PackedLayout],
-    dims: tuple[int, int],
-    across: int,
-    along: int,
-    page_size: int,
-    base: int,
-    warps: int,
-    device: torch.device,
-) -> Launcher:
-    constants = {"L": layouts, "D": dims, "ACROSS": across, "ALONG": along, "PAGE": page_size, "BASE": base, "ZONES": 0, "BY_TABLE": True}
-    held = *OF_TOKENS, "planes", "table", "table_b"
-    return Launcher(_quantize_kernel, device, ("key", "value", "slots"), held, **constants, num_warps=warps)
+def _launcher(kernel: Any, device: torch.device, given: tuple[str, ...], held: tuple[str, ...], **fixed: Any) -> Launcher:
+    """The `Launcher` that layers with the same constants share."""
+    return Launcher(kernel, device, given, held, **fixed)
 
 
 OF_STEP = "new_strides", "tokens", "heads", "batch"
@@ -125,7 +119,10 @@ def launch_of_step(inputs: PagedInputs, x: Pair) -> Callable[[Pair], None]:
     layouts, storage = inputs.held["store"]
     dims, pages = (dim, x[1].shape[3]), inputs.pages
     across, along, warps = tile(layouts, heads, tokens, padded(max(dims)), x[0].element_size())
-    run = _storing(layouts, dims, across, along, pages.page_size, pages.firsts[0], warps, x[0].device)
+    run = _launcher(
+        _step_kernel, x[0].device, ("key", "value"), (*OF_STEP, *OF_STORAGE),
+        L=layouts, D=dims, ACROSS=across, ALONG=along, PAGE=pages.page_size, BASE=pages.firsts[0], num_warps=warps,
+    )  # fmt: skip
     grid = -(-tokens // along) * -(-heads // across), batch, 2
     strides: dict[tuple, Held] = {}
     """Arguments by the strides of new keys and values, which are the same in all steps but the first."""
@@ -157,21 +154,6 @@ def _of_storage(inputs: PagedInputs) -> tuple[tuple[PackedLayout, PackedLayout],
         sink_slots=inputs.sinks[0].shape[2], ring_slots=inputs.ring[0].shape[2],
     )  # fmt: skip
     return constants["L"], held
-
-
-@functools.lru_cache(maxsize=256)
-def _storing(
-    layouts: tuple[PackedLayout, PackedLayout],
-    dims: tuple[int, int],
-    across: int,
-    along: int,
-    page_size: int,
-    base: int,
-    warps: int,
-    device: torch.device,
-) -> Launcher:
-    constants = {"L": layouts, "D": dims, "ACROSS": across, "ALONG": along, "PAGE": page_size, "BASE": base}
-    return Launcher(_step_kernel, device, ("key", "value"), (*OF_STEP, *OF_STORAGE), **constants, num_warps=warps)
 
 
 @triton.jit(do_not_specialize=["start", "tokens", "heads", "table_b"])

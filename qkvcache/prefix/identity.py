@@ -106,7 +106,7 @@ def _samples(model: nn.Module) -> Iterator[bytes]:
 
 
 def _computes_in(model: PreTrainedModel) -> str:
-    """The model's dtype, and that of autocast, if it is on."""
+    """The model's dtype, and the dtype of autocast if it is on."""
     cast = autocast_dtype(model.device)
     return str(model.dtype) if cast is None else f"{model.dtype} autocast {cast}"
 

@@ -34,7 +34,7 @@ def no_tokens(policy: Policy, like: Tensor) -> TokenFields:
 
 
 class TokenMetadata:
-    """The metadata of one layer. That of the last tokens lies in `tail`; if heads share a budget, that of the quantized
+    """The metadata of one layer. The metadata of the last tokens lies in `tail`; if heads share a budget, the metadata of the quantized
     region lies in its pages (`head_pages.py`)."""
 
     def __init__(self, policy: Policy, budget: Budget, tail: Tail, rope: Rotation | None = None, pages: HeadPages | None = None):
@@ -254,7 +254,7 @@ class TokenMetadata:
         return total_order(self.policy.rank(tokens, self.budget), positions)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replaces every tensor, but those of the tail, by `fn(tensor)`, which may change the rows."""
+        """Replaces every tensor, except the tensors of the tail, by `fn(tensor)`, which may change the rows."""
         self.describe()
         self.sinks = fn(self.sinks)
         self.padding = None if self.padding is None else fn(self.padding)

@@ -284,7 +284,7 @@ class PagedTokens:
         return tensors
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Copies a `snapshot` into these, which are of as many rows and empty."""
+        """Copies a `snapshot` into this storage, which is empty and has the same number of rows."""
         for side, statistics in zip(SIDES, self.statistics, strict=True):
             for name, x in statistics.items():
                 x.copy_(tensors[f"{side}.statistics.{name}"])

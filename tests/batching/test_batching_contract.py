@@ -1,4 +1,4 @@
-"""What compressed pages take for granted of transformers' continuous batching."""
+"""Tests of the behavior of transformers' continuous batching on which compressed pages rely."""
 
 from __future__ import annotations
 

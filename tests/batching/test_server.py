@@ -65,7 +65,7 @@ def prompts(count: int) -> list[str]:
 
 
 def generated(folder: str, asked: list[str], tokens: int) -> list[str]:
-    """By `generate`, one after another, with a cache of the same options."""
+    """The answers of `generate` to each prompt alone, with a cache of the same options."""
     model, tokenizer = models.load(folder)
     found = []
     for prompt in asked:

@@ -1,4 +1,4 @@
-"""What the server relies on in transformers' server."""
+"""Tests of the behavior of transformers' server on which `qkvcache serve` relies."""
 
 import ast
 import inspect

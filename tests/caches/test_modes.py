@@ -170,7 +170,7 @@ def test_generate_answers_alike_in_every_mode():
 
 
 def test_random_signs_are_the_same_in_every_mode():
-    """Those of stored prefixes, too."""
+    """The pinned numbers keep the meaning of codes that are on disk already."""
     cpu = torch.device("cpu")
     signs = random_signs.__wrapped__(16, cpu)
     assert signs.tolist() == [1, -1, 1, 1, -1, -1, -1, -1, 1, -1, -1, 1, 1, -1, 1, -1]

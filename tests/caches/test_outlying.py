@@ -122,8 +122,7 @@ def test_only_valid_tokens_count():
 
 @pytest.mark.parametrize("kind", ["growing", "static", "evicting"])
 def test_padding_does_not_choose(kind):
-    """Of 150 tokens, 80 are padding, which is many turns of the bias; the 70 others are of a model without
-    one."""
+    """The keys of 80 tokens of padding have an outlying channel, and the keys of 70 tokens of text have none."""
     cache, mask = CompressedCache(network().config, format=FORMAT, **KINDS[kind]), torch.ones(1, 150, dtype=torch.long)
     mask[:, :80] = 0
 

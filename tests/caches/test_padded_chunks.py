@@ -85,7 +85,7 @@ def test_a_short_row_in_any_format_is_as_close_as_alone(format, attention):
 
 
 def test_statistics_begin_with_a_rows_first_token():
-    """Those of a row that came in the first chunk stay."""
+    """The means of a row whose text began in the first chunk do not change."""
     model, cache = biased(), CompressedCache(biased().config, format="int8")
     ids, mask = torch.randint(1, 97, (3, 30)), torch.ones(3, 30, dtype=torch.int64)
     mask[1, :20], mask[2, :5] = 0, 0

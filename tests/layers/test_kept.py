@@ -55,7 +55,7 @@ def test_what_is_kept_is_made_before_the_first_step(format, kernels, monkeypatch
         for name in (
             "fused.architecture",
             "plan._kind",
-            "triton_store._storing",
+            "triton_store._launcher",
             "dispatch._module",
             "triton_dequantize.tile",
             "triton_dequantize.supports",
