@@ -25,7 +25,7 @@ from gpu import device, graph_us, let_go
 from harness import Table, device_name, in_time, parser_of, replace_rows, run_or_show
 
 from qkvcache.kernels import AttentionBudget, attend_pages, pages, split_rows
-from qkvcache.kernels.attend import attend_pages as attend_in_torch
+from qkvcache.kernels.attend.reference import attend_pages as attend_in_torch
 from qkvcache.kernels.select_blocks import select_blocks as reference
 from qkvcache.storage.paged import PAGE
 
@@ -90,7 +90,8 @@ def chain(name: str, rows: int, tokens: int, budget: int, shortest: int | None =
 
 def wrong(name: str) -> str:
     """Differences between the kernels and their references, on real keys of which few have most of the weight."""
-    from qkvcache.kernels import plan, triton_select_blocks
+    from qkvcache.kernels import triton_select_blocks
+    from qkvcache.kernels.attend import plan
 
     torch.manual_seed(0)
     key, value = bf16(2, KV_HEADS, 9000, DIM), bf16(2, KV_HEADS, 9000, DIM)

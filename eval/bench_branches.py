@@ -31,8 +31,9 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 
 from qkvcache import continuous_batching
 from qkvcache.batching import shares
-from qkvcache.kernels import fused, plan
-from qkvcache.kernels.attend import attend_pages as attend_in_torch
+from qkvcache.kernels.attend import launches as fused
+from qkvcache.kernels.attend import plan
+from qkvcache.kernels.attend.reference import attend_pages as attend_in_torch
 from qkvcache.storage import attention_inputs_of
 
 FORMATS = ("turboquant_4bit_nc", "int8")

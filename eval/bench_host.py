@@ -25,7 +25,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from qkvcache import CompressedCache
-from qkvcache.kernels import dispatch, launch
+from qkvcache.kernels.host import dispatch, launch
 from qkvcache.releases import passing
 
 SHAPE = {"num_hidden_layers": 1, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}

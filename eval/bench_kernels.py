@@ -30,16 +30,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qkvcache.formats import REGISTRY, Buffer, Codec, HadaQuant, Int8
 from qkvcache.formats.fp8 import ScaledFloat8
-from qkvcache.kernels.attend import attend_observed
-from qkvcache.kernels.dispatch import sum_attention
+from qkvcache.kernels.attend.prefill import prefill_with_lse
+from qkvcache.kernels.attend.reference import attend_observed
+from qkvcache.kernels.host.dispatch import sum_attention
 from qkvcache.kernels.pages import AttentionInputs
-from qkvcache.kernels.prefill import prefill_with_lse
 from qkvcache.storage import RowPages, attention_inputs_of
 
 if importlib.util.find_spec("triton"):
-    from qkvcache.kernels import fused, plan
-    from qkvcache.kernels.triton_dequantize import dequantize_pages
-    from qkvcache.kernels.triton_store import quantize_into
+    from qkvcache.kernels.attend import launches as fused
+    from qkvcache.kernels.attend import plan
+    from qkvcache.kernels.store.triton_dequantize import dequantize_pages
+    from qkvcache.kernels.store.triton_store import quantize_into
 
 KNOWN = REGISTRY | {"hadaquant_k4v4": HadaQuant(4, 4), "int8_halves": Int8(halves=True)}
 """The format in halves is not registered: caches choose it where upper halves are read alone."""

@@ -33,7 +33,7 @@ from transformers.cache_utils import Cache
 from qkvcache import CompressedCache, PrefixStore
 from qkvcache.attention.route import path_of
 from qkvcache.kernels import attend_on_codes
-from qkvcache.kernels.attend_chunked import attend_chunked
+from qkvcache.kernels.attend.chunked import attend_chunked
 from qkvcache.releases import passing
 
 SECTIONS = ("turns", "attention", "prefix")

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from ..autocast import without_autocast
 from ..kernels import AttentionInputs, KeysOrValues, attend_on_codes, dense, pv, qk, unfold
-from ..kernels.attend import Options
+from ..kernels.attend.reference import Options
 
 NO_COLUMNS = (
     "attention code of this model reads all keys and values of a cache with max_length or compile=True. It needs to know how many columns "

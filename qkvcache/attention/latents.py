@@ -23,8 +23,7 @@ from transformers import PreTrainedConfig
 
 from ..autocast import with_autocast
 from ..kernels import AttentionInputs, KeysOrValues, attend_latents, pv, qk
-from ..kernels.attend import Options
-from ..kernels.attend_chunked import (
+from ..kernels.attend.chunked import (
     CHUNK_BYTES,
     ChunkedKV,
     causal_attention,
@@ -34,6 +33,7 @@ from ..kernels.attend_chunked import (
     rotate_back,
     supports_queries,
 )
+from ..kernels.attend.reference import Options
 from .compressed_kv import AS_RETURNED, CompressedKV, Form, of_one_update
 from .model_code import code_of
 

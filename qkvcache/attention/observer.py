@@ -27,7 +27,7 @@ from ..kernels import (
     prefill_with_lse,
     sum_attention,
 )
-from ..kernels.attend_chunked import attend_chunked
+from ..kernels.attend.chunked import attend_chunked
 from .compressed_kv import CompressedKV
 from .full import NAME, full_attention
 from .masks import NewTokens, joined, joined_by_head, kernel_options, mask_of_new, new_tokens, sees_itself

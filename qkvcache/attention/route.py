@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ..autocast import with_autocast, without_autocast
 from ..kernels import AttentionInputs, attends_in_tiles, on_triton
-from ..kernels.attend_chunked import CHUNK_BYTES, attend_chunked, supports
+from ..kernels.attend.chunked import CHUNK_BYTES, attend_chunked, supports
 from .again import notice_again
 from .compressed_kv import CompressedKV, Form, as_the_model_has_them, of_one_update, warn_once
 from .full import NAME, full_attention

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..attention.full import varlen_attention
 from ..attention.masks import HARMLESS
 from ..kernels import Pair, attend_pages, gather_rows
-from ..kernels.attend_chunked import attend_chunked_pages, supports_queries
+from ..kernels.attend.chunked import attend_chunked_pages, supports_queries
 from .rings import Rings
 from .step import PromptChunks, Rows
 from .store import PageStore

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import AttentionBudget, PagedInputs, Pages, Pair, prepare, quantize_into, reads_together
-from ..kernels.attend_chunked import CHUNK_BYTES
+from ..kernels.attend.chunked import CHUNK_BYTES
 from ..kernels.pages import LENGTH, WHOLE
 from .layout import BlockLayout
 from .rings import Rings

@@ -28,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..formats import Format
 from ..kernels import AttentionBudget
-from ..kernels.attend_chunked import CHUNK_BYTES
+from ..kernels.attend.chunked import CHUNK_BYTES
 from ..prefix import PrefixStore
 from ..prefix.pages import StoredPages
 from ..releases import LAST_TESTED, warn_if_newer

@@ -21,7 +21,7 @@ from ..attention.padding import PlainAttention, await_attention
 from ..attention.route import NAME, install
 from ..autocast import without_autocast
 from ..kernels import Pair, sum_attention
-from ..kernels.attend_chunked import ChunkedKV, attend_chunked, supports_queries
+from ..kernels.attend.chunked import ChunkedKV, attend_chunked, supports_queries
 from ..layers.evicting import EvictingLayer
 from ..policies import KVzip
 from ..policies.budget import share_of

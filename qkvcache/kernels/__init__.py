@@ -1,8 +1,11 @@
 """Attention on compressed keys and values."""
 
-from . import ops
-from .attend import attend, attend_observed
-from .dispatch import (
+from .attend.matmul import matmul_fp32, quadratic_form
+from .attend.prefill import prefill_with_lse
+from .attend.reference import attend, attend_observed
+from .evict import StaticTensors, gather_columns
+from .host import ops
+from .host.dispatch import (
     append_token,
     attend_latent_pages,
     attend_latents,
@@ -35,11 +38,8 @@ from .dispatch import (
     sum_attention,
     unfold,
 )
-from .evict import StaticTensors, gather_columns
-from .handles import give_handle
-from .matmul import matmul_fp32, quadratic_form
+from .host.handles import give_handle
 from .pages import AttentionBudget, AttentionInputs, BlockCache, PagedInputs, Pages, Splits, TokenInputs, both, differ, gather_tiles
-from .prefill import prefill_with_lse
 from .segments import (
     Exact,
     KeysOrValues,

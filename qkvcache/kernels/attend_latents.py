@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec
-from .attend import MASKED_SCORE, apply_mask, mask_slots
+from .attend.reference import MASKED_SCORE, apply_mask, mask_slots
 from .pages import AttentionInputs, PagedInputs, paged_side
 from .segments import Exact, KeysOrValues, Packed, Segment, names, qk, scores_of_levels, sum_of_levels, unrotated_sum
 

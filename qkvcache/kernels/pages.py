@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes, affine
-from .handles import give_handle
+from .host.handles import give_handle
 from .segments import Exact, KeysOrValues, Packed, Pair, Segment, layout_of, names
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attend import MASKED_BELOW, mask_slots
+from .attend.reference import MASKED_BELOW, mask_slots
 from .pages import BEGIN, BLOCK, WHOLE, PagedInputs, Selection
 from .segments import Packed, scores_of_levels
 

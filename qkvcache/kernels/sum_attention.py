@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attend import MASKED_BELOW, MASKED_SCORE
+from .attend.reference import MASKED_BELOW, MASKED_SCORE
 
 BLOCK = 2**24
 """Greatest number of scores in memory at a time."""

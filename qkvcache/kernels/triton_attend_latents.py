@@ -21,17 +21,26 @@ from torch import Tensor
 
 from ..formats.base import Codec, PackedLayout
 from ..formats.rotation import rotation_block
+from .attend.launches import Launch, architecture, split
+from .attend.plan import OF_INPUTS, OF_LAYER, Kind, Layer, held_of, layer_of
+from .attend.triton_attend import LOG2E, _exact_columns, _hides, _tiles_of_split, head_of, page_of
+from .attend.triton_join import reduce_kernel
+from .attend.triton_tiles import (
+    _absorb,
+    _norm,
+    _page_of_tile,
+    _power,
+    _shown,
+    _stored,
+    _tile,
+    _token_of,
+)
 from .attend_latents import LEAST_SAVED
-from .fused import Launch, architecture, split
-from .launch import Held, Launcher
+from .device.math import MASKED_SCORE
+from .device.unpack import unit_of
+from .host.launch import Held, Launcher
 from .pages import LEAST_SPLIT, SINKS, PagedInputs
-from .plan import OF_INPUTS, OF_LAYER, Kind, Layer, held_of, layer_of
 from .segments import layout_of
-from .triton_attend import LOG2E, _exact_columns, _hides, _tiles_of_split, head_of, page_of
-from .triton_attend_tiles import _absorb, _norm, _page_of_tile, _power, _shown, _stored, _tile, _token_of
-from .triton_join import reduce_kernel
-from .triton_math import MASKED_SCORE
-from .triton_unpack import unit_of
 
 
 @triton.constexpr_function

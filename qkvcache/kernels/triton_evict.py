@@ -14,9 +14,9 @@ from torch import Tensor
 
 from .evict import StaticTensors
 from .segments import Pair
-from .triton_dequantize import load_vectors, padded, side_of, store_vectors
-from .triton_quantize import store_tile
-from .triton_store import contiguous, launched
+from .store.triton_dequantize import load_vectors, padded, side_of, store_vectors
+from .store.triton_quantize import store_tile
+from .store.triton_store import contiguous, launched
 
 ORDERED = 1024
 """Columns of the order that a program compares at once."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..formats.base import Codes
 from .fetch_blocks import cache_of, over_slots
-from .launch import Held, Launcher
+from .host.launch import Held, Launcher
 from .pages import BLOCK, PagedInputs, Pages, Selection
 
 PROGRAMS = 32

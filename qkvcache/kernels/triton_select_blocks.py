@@ -14,14 +14,22 @@ from torch import Tensor
 
 from ..formats.base import PackedLayout
 from . import select_blocks as reference
-from .attend import Options
-from .fused import architecture
-from .launch import Held, Launcher
+from .attend.launches import architecture
+from .attend.plan import OF_CALL, OF_INPUTS, Layer, Plan, held_of, layer_of, plane_strides
+from .attend.reference import Options
+from .attend.triton_attend import (
+    _hides,
+    entry_of,
+    head_of,
+    key_scores,
+    page_of,
+    query_planes,
+    words_of_tile,
+)
+from .device.math import MASKED_SCORE, exp2, log2
+from .host.launch import Held, Launcher
 from .pages import BLOCK, WHOLE, AttentionBudget, PagedInputs, Pages, Selection
-from .plan import OF_CALL, OF_INPUTS, Layer, Plan, held_of, layer_of, plane_strides
 from .segments import planes_of
-from .triton_attend import _hides, entry_of, head_of, key_scores, page_of, query_planes, words_of_tile
-from .triton_math import MASKED_SCORE, exp2, log2
 
 TILE, PROGRAMS = 64, 20
 """The launch that scores blocks: tokens of a tile, and programs of a multiprocessor, each of one warp. With 32 query rows and two warps,

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fused import architecture
-from .triton_attend import LOG2E, _capped
-from .triton_math import MASKED_BELOW, MASKED_SCORE, exp2
+from .attend.launches import architecture
+from .attend.triton_attend import LOG2E, _capped
+from .device.math import MASKED_BELOW, MASKED_SCORE, exp2
 
 
 @triton.jit

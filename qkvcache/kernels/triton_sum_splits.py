@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_math import MASKED_BELOW, exp2
+from .device.math import MASKED_BELOW, exp2
 
 REGION_GRAIN = tl.constexpr(32)
 EXACT_GRAIN = tl.constexpr(16)

@@ -12,7 +12,7 @@ import torch
 from qkvcache import continuous_batching
 from qkvcache.batching import layout, shares, step
 from qkvcache.formats import Int8
-from qkvcache.kernels import plan
+from qkvcache.kernels.attend import plan
 from tests.matrix import model
 from tests.seeds import SEED
 

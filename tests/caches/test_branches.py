@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from qkvcache import CompressedCache
-from qkvcache.kernels import fused, plan
+from qkvcache.kernels.attend import launches as fused
+from qkvcache.kernels.attend import plan
 from qkvcache.releases import passing
 from tests.matrix import model
 from tests.reference import assert_close

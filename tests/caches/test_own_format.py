@@ -9,7 +9,7 @@ from torch import Tensor
 from qkvcache import CompressedCache, plan, policies
 from qkvcache.formats import Buffer, Codec, Codes, Format, PackedLayout, QuantizedValues
 from qkvcache.kernels import attend_pages, dequantize_pages, quantizes
-from qkvcache.kernels.attend import attend_pages as attend_in_torch
+from qkvcache.kernels.attend.reference import attend_pages as attend_in_torch
 from tests.kernels.paged_inputs import build
 from tests.matrix import model
 from tests.reference import assert_close, count_fused, prompt, run

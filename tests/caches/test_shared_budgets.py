@@ -10,8 +10,9 @@ from transformers import DynamicCache
 from qkvcache import CompressedCache
 from qkvcache.attention import observer
 from qkvcache.caches.memory import bytes_by_role
-from qkvcache.kernels import attend_chunked, dispatch
-from qkvcache.kernels.attend import attend_pages as attend_in_torch
+from qkvcache.kernels.attend import chunked as attend_chunked
+from qkvcache.kernels.attend.reference import attend_pages as attend_in_torch
+from qkvcache.kernels.host import dispatch
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.layers.snapshot import restore, snapshot
 from qkvcache.policies import H2O, AdaKV, KVzip, SnapKV

@@ -60,7 +60,7 @@ def logits(out) -> Tensor:
 def test_attention_of_other_kinds_compiles(name, attention, compiling, monkeypatch):
     """On the codes of latents, and on dense columns."""
     if name == "deepseek_v3":
-        monkeypatch.setattr("qkvcache.kernels.dispatch.unfold", None)  # which dequantizes
+        monkeypatch.setattr("qkvcache.kernels.host.dispatch.unfold", None)  # which dequantizes
     this = compiling(name, attention)
     expected, got = (logits(this.run(make(this.network, "int8"), compiled=how, max_new_tokens=4)) for how in (False, True))
     assert_close(got, expected, TURNED)

@@ -10,7 +10,8 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, demo
-from qkvcache.kernels import attend, attend_on_codes, dispatch, pages
+from qkvcache.kernels import attend, attend_on_codes, pages
+from qkvcache.kernels.host import dispatch
 from qkvcache.kernels.pages import DROPPED, LENGTH, TOKENS
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.releases import passing
@@ -20,8 +21,8 @@ from tests.reference import assert_close
 from tests.test_gpu import on_gpu, prompt
 
 tables, rotation_table = (
-    pytest.importorskip("qkvcache.kernels.tables").tables,
-    pytest.importorskip("qkvcache.kernels.triton_dequantize").rotation_table,
+    pytest.importorskip("qkvcache.kernels.host.tables").tables,
+    pytest.importorskip("qkvcache.kernels.store.triton_dequantize").rotation_table,
 )
 pytestmark = pytest.mark.gpu
 FOUR_BIT = "turboquant_4bit_nc"
@@ -77,7 +78,7 @@ def test_steps_and_attention_equal_torch_operations(format):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("tokens", [1, 5, 32])
 def test_the_step_kernel_writes_the_codes_of_torch_operations(format, tokens):
-    from qkvcache.kernels.triton_store import launch_of_step
+    from qkvcache.kernels.store.triton_store import launch_of_step
 
     codecs = FORMATS[format].key, FORMATS[format].value
     x = new(tokens)
@@ -155,8 +156,8 @@ def text(tokens: int = 300, begin: int = 0) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def compiling():
     """Nothing is compiled yet, and nothing made that kernels keep."""
-    from qkvcache.kernels.tables import tables
-    from qkvcache.kernels.triton_dequantize import rotation_table
+    from qkvcache.kernels.host.tables import tables
+    from qkvcache.kernels.store.triton_dequantize import rotation_table
 
     for kept in (dispatch.prepare, tables, rotation_table):
         kept.cache_clear()

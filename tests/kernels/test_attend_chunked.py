@@ -3,14 +3,11 @@
 import pytest
 import torch
 
-from qkvcache.kernels import AttentionInputs, attend, pages, triton_dequantize, triton_merge
-from qkvcache.kernels import attend_chunked as attend_chunked_module
-from qkvcache.kernels.attend_chunked import (
-    ChunkedKV,
-    attend_chunked,
-    merge,
-    supports,
-)
+from qkvcache.kernels import AttentionInputs, attend, pages
+from qkvcache.kernels.attend import chunked as attend_chunked_module
+from qkvcache.kernels.attend import triton_merge
+from qkvcache.kernels.attend.chunked import ChunkedKV, attend_chunked, merge, supports
+from qkvcache.kernels.store import triton_dequantize
 from qkvcache.kernels.sum_attention import sum_attention
 from tests import matrix
 from tests.kernels.attention_inputs import build

@@ -10,8 +10,8 @@ import torch
 from qkvcache.formats import Int4
 from qkvcache.formats.int8 import SymmetricInt8
 from qkvcache.kernels import attend_latents as dispatched
-from qkvcache.kernels import dispatch
 from qkvcache.kernels.attend_latents import attend_latent_pages, attend_latents
+from qkvcache.kernels.host import dispatch
 from qkvcache.kernels.segments import Packed
 from qkvcache.layers.compressed import CompressedLayer
 from tests.matrix import FORMATS, slowly

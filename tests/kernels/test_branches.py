@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qkvcache.kernels import PagedInputs
-from qkvcache.kernels.attend import attend_pages as attend_in_torch
+from qkvcache.kernels.attend.reference import attend_pages as attend_in_torch
 from tests.matrix import FORMATS, slowly
 from tests.matrix import FORMATS as REGISTRY
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkvcache.kernels import PagedInputs, StaticTensors, dispatch, give_handle
+from qkvcache.kernels import PagedInputs, StaticTensors, give_handle
 from qkvcache.kernels.evict import append_token, evict_token
-from qkvcache.kernels.handles import ORDER
+from qkvcache.kernels.host import dispatch
+from qkvcache.kernels.host.handles import ORDER
 from qkvcache.storage import RowPages
 from tests.matrix import FORMATS as REGISTRY
 from tests.matrix import slowly

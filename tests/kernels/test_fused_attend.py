@@ -13,7 +13,7 @@ from torch import Tensor
 from qkvcache.formats import Codec, Format
 from qkvcache.formats.centered import Centered
 from qkvcache.kernels import AttentionInputs, attend, qk
-from qkvcache.kernels.attend import apply_mask
+from qkvcache.kernels.attend.reference import apply_mask
 from tests.matrix import FORMATS, slowly
 from tests.matrix import FORMATS as REGISTRY
 
@@ -23,8 +23,9 @@ triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
     pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
 
-from qkvcache.kernels import fused, plan  # noqa: E402
-from qkvcache.kernels.triton_unpack import offset_of  # noqa: E402
+from qkvcache.kernels.attend import launches as fused  # noqa: E402
+from qkvcache.kernels.attend import plan  # noqa: E402
+from qkvcache.kernels.device.unpack import offset_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about nan and infinity, in the interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -18,9 +18,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import cache as triton_cache  # noqa: E402
 from triton.runtime import driver, jit  # noqa: E402
 
-from qkvcache.kernels import dispatch  # noqa: E402
-from qkvcache.kernels import launch as module  # noqa: E402
-from qkvcache.kernels.launch import Held, Launcher  # noqa: E402
+from qkvcache.kernels.host import dispatch  # noqa: E402
+from qkvcache.kernels.host import launch as module  # noqa: E402
+from qkvcache.kernels.host.launch import Held, Launcher  # noqa: E402
 
 DEVICE, GRID = torch.device("cuda", 0), (3, 2, 1)
 BYTES = torch.zeros(64, dtype=torch.uint8)
@@ -232,4 +232,4 @@ def test_what_a_first_prompt_needs_is_loaded_ahead(monkeypatch):
     for _ in range(2):
         dispatch.load_ahead()
     dispatch._module.cache_clear()
-    assert dispatch._module("plan").Plan and len(dispatch._LOADING) == 2 and hashed == [1]
+    assert dispatch._module("attend.plan").Plan and len(dispatch._LOADING) == 2 and hashed == [1]

@@ -8,7 +8,7 @@ import torch
 from qkvcache.kernels import matmul_fp32, quadratic_form
 from tests.tolerance import rounding
 
-matmul = importlib.import_module("qkvcache.kernels.matmul")
+matmul = importlib.import_module("qkvcache.kernels.attend.matmul")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from qkvcache.formats import resolve
-from qkvcache.kernels import attend, attend_on_codes, dispatch, give_handle, handles, observe_on_codes, on_triton
-from qkvcache.kernels.handles import ORDER, inputs_of
+from qkvcache.kernels import attend, attend_on_codes, give_handle, observe_on_codes, on_triton
+from qkvcache.kernels.host import dispatch, handles
+from qkvcache.kernels.host.handles import ORDER, inputs_of
 from qkvcache.layers.compressed import CompressedLayer
 from tests.seeds import SEED
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from qkvcache.formats import Codes, Format
 from qkvcache.kernels import PagedInputs, Pages, Splits, attend_pages, give_handle
 from qkvcache.kernels import pages as reference
-from qkvcache.kernels.attend import attend_pages as attend_in_torch
-from qkvcache.kernels.handles import ORDER
+from qkvcache.kernels.attend.reference import attend_pages as attend_in_torch
+from qkvcache.kernels.host.handles import ORDER
 from tests.matrix import FORMATS, slowly
 from tests.matrix import FORMATS as REGISTRY
 
@@ -137,7 +137,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def compare(monkeypatch, format: str, query: Tensor, inputs: PagedInputs, mask=None, given: PagedInputs | None = None, **options) -> None:
     """`given`: the inputs of the kernel, where they are not those of the reference."""
-    from qkvcache.kernels import plan
+    from qkvcache.kernels.attend import plan
 
     with guarded(monkeypatch):
         out, lse, sums = plan.attend_pages(query, given or inputs, mask, **options)
@@ -255,7 +255,7 @@ def test_a_window_begins_anywhere_in_a_page(monkeypatch):
 @pytest.mark.parametrize("per_head", [False, True], ids=["rows", "heads"])
 def test_the_kernel_that_quantizes(format, per_head):
     """Codes of the same tokens stored by kernels that are tested against the codec; nothing else is written."""
-    from qkvcache.kernels import triton_store
+    from qkvcache.kernels.store import triton_store
 
     chosen, dim = REGISTRY[format], KINDS.get(format, 64)
     x = tuple(torch.randn(2, 2, 5, dim, device=DEVICE).half() for _ in range(2))
@@ -286,7 +286,7 @@ def test_the_kernel_that_quantizes(format, per_head):
 @pytest.mark.parametrize("format", slowly(FORMATS, KINDS))
 @pytest.mark.parametrize("per_head", [False, True], ids=["rows", "heads"])
 def test_the_kernel_that_dequantizes(format, per_head):
-    from qkvcache.kernels import triton_dequantize
+    from qkvcache.kernels.store import triton_dequantize
 
     dim = KINDS.get(format, 64)
     lengths = [[70, 0], [5, 100]] if per_head else [70, 100]
@@ -391,7 +391,8 @@ def far_apart(inputs: PagedInputs) -> PagedInputs:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="memory of a GPU is allocated whether it is written or not")
 @pytest.mark.parametrize("format", ["int8_token", "turboquant_3bit_nc"])
 def test_pages_of_a_pool_beyond_32_bits(format):
-    from qkvcache.kernels import plan, triton_dequantize, triton_store
+    from qkvcache.kernels.attend import plan
+    from qkvcache.kernels.store import triton_dequantize, triton_store
 
     near = build(REGISTRY[format], [70], heads=1, sinks=0, ring=4)
     far = far_apart(near)
@@ -439,7 +440,7 @@ def test_gathering(format):
 @KERNELS
 @pytest.mark.parametrize("format", slowly(FORMATS, QUICK))
 def test_the_kernel_that_gathers(format):
-    from qkvcache.kernels import triton_gather
+    from qkvcache.kernels.store import triton_gather
 
     inputs, new, starts, tiles, (out, wanted) = gathered(format, KINDS.get(format, 64), DEVICE)
     triton_gather.gather_rows(inputs, new, starts, tiles, out)
@@ -465,7 +466,7 @@ def test_storing_in_rings_and_sinks(sinks):
                 place[slot // place.shape[2], :, slot % place.shape[2]] = side[0, :, t]
     stores = [reference.quantize_into]
     if DEVICE.type == "cuda" or triton.knobs.runtime.interpret:
-        from qkvcache.kernels import triton_store
+        from qkvcache.kernels.store import triton_store
 
         stores.append(triton_store.quantize_into)
     slots = torch.stack([ring_slots, sink_slots], 1)[None]  # columns of a table, as in steps that are replayed

@@ -12,8 +12,8 @@ from torch import Tensor
 from qkvcache.kernels import PagedInputs, attend_pages
 from qkvcache.kernels import pages as reference
 from qkvcache.kernels import select_blocks as selecting
-from qkvcache.kernels.attend import MASKED_SCORE
-from qkvcache.kernels.attend import attend_pages as attend_in_torch
+from qkvcache.kernels.attend.reference import MASKED_SCORE
+from qkvcache.kernels.attend.reference import attend_pages as attend_in_torch
 from qkvcache.kernels.pages import BLOCK, WHOLE, AttentionBudget
 from qkvcache.kernels.select_blocks import block_weights, choose_blocks, select_blocks, upper_logits
 from tests.matrix import FORMATS, slowly

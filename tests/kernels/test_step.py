@@ -17,9 +17,10 @@ triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
     pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
 
-from qkvcache.kernels import fused, plan  # noqa: E402
-from qkvcache.kernels.triton_quantize import supports  # noqa: E402
-from qkvcache.kernels.triton_store import launch_of_step  # noqa: E402
+from qkvcache.kernels.attend import launches as fused  # noqa: E402
+from qkvcache.kernels.attend import plan  # noqa: E402
+from qkvcache.kernels.store.triton_quantize import supports  # noqa: E402
+from qkvcache.kernels.store.triton_store import launch_of_step  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

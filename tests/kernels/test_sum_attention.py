@@ -225,7 +225,7 @@ def test_magnitudes(monkeypatch, triton):
 
 
 def test_sums_are_by_slot_where_the_device_counts(monkeypatch, triton):
-    from qkvcache.kernels.attend import attend_pages
+    from qkvcache.kernels.attend.reference import attend_pages
 
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
     x, query, observed = (data(2, 2, 11, 64), data(2, 2, 11, 64)), data(2, 4, 1, 64), torch.ones(2, 1, device=DEVICE)
@@ -373,7 +373,7 @@ def test_column_mass_of_slices(columns):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_column_mass_dispatch(dtype, monkeypatch, triton):
     """fp32 is left to torch."""
-    from qkvcache.kernels import dispatch
+    from qkvcache.kernels.host import dispatch
 
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
     check_prefill(dispatch.sum_attention, 2e-3, *prefill(1, 2, 20, 30, dtype=dtype))

@@ -14,9 +14,9 @@ if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
     pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
 
 from qkvcache.kernels import Pages  # noqa: E402
-from qkvcache.kernels.triton_dequantize import decode  # noqa: E402
-from qkvcache.kernels.triton_quantize import supports  # noqa: E402
-from qkvcache.kernels.triton_store import quantize_into  # noqa: E402
+from qkvcache.kernels.store.triton_dequantize import decode  # noqa: E402
+from qkvcache.kernels.store.triton_quantize import supports  # noqa: E402
+from qkvcache.kernels.store.triton_store import quantize_into  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about nan, in the interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

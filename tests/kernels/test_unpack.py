@@ -24,7 +24,7 @@ import triton.language as tl  # noqa: E402
 from qkvcache.formats.fp8 import ScaledFloat8  # noqa: E402
 from qkvcache.formats.int8 import SymmetricInt8  # noqa: E402
 from qkvcache.formats.uniform import Uniform  # noqa: E402
-from qkvcache.kernels.triton_unpack import _ASSEMBLY, offset_of, plane_offset, unit_of, unpack  # noqa: E402
+from qkvcache.kernels.device.unpack import _ASSEMBLY, offset_of, plane_offset, unit_of, unpack  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ARCHITECTURES = [0]

@@ -37,7 +37,12 @@ def test_what_is_kept_is_made_before_the_first_step(format, kernels, monkeypatch
     """A first step in a CUDA graph would have it made in the memory of the graph."""
     pytest.importorskip("triton")
     monkeypatch.setenv("QKVCACHE_KERNELS", kernels)
-    for name in ("qkvcache.kernels.dispatch", "qkvcache.kernels.tables", "qkvcache.kernels.triton_dequantize", "qkvcache.formats.packing"):
+    for name in (
+        "qkvcache.kernels.host.dispatch",
+        "qkvcache.kernels.host.tables",
+        "qkvcache.kernels.store.triton_dequantize",
+        "qkvcache.formats.packing",
+    ):
         module = importlib.import_module(name)
         for x in vars(module).values():
             if isinstance(x, functools._lru_cache_wrapper):
@@ -45,7 +50,7 @@ def test_what_is_kept_is_made_before_the_first_step(format, kernels, monkeypatch
     layer = CompressedLayer(REGISTRY[format], 0, 0, 40)
     layer.update(*new(1, 1, dims=(DIM, DIM)))
     before = kept()
-    assert before["qkvcache.kernels.dispatch.prepare"]
+    assert before["qkvcache.kernels.host.dispatch.prepare"]
     for _ in range(2):
         key, _ = layer.update(*new(1, 1, dims=(DIM, DIM)))
     attend_on_codes(torch.randn(1, HEADS, 1, DIM), key.attention_inputs)
@@ -53,12 +58,12 @@ def test_what_is_kept_is_made_before_the_first_step(format, kernels, monkeypatch
     no_tensors = {
         f"qkvcache.kernels.{name}"
         for name in (
-            "fused.architecture",
-            "plan._kind",
-            "triton_store._launcher",
-            "dispatch._module",
-            "triton_dequantize.tile",
-            "triton_dequantize.supports",
+            "attend.launches.architecture",
+            "attend.plan._kind",
+            "store.triton_store._launcher",
+            "host.dispatch._module",
+            "store.triton_dequantize.tile",
+            "store.triton_dequantize.supports",
         )
     }
     no_tensors |= {f"qkvcache.formats.codebooks.{name}" for name in ("grid_levels", "grid_steps", "midpoints")}

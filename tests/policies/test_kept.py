@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qkvcache.kernels import matmul
+from qkvcache.kernels.attend import matmul
 from qkvcache.policies import (
     H2O,
     Custom,

@@ -11,8 +11,8 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from .pages import AttentionInputs, PagedInputs, paged_side
-from .segments import KeysOrValues, pv, qk
+from ..pages import AttentionInputs, PagedInputs, paged_side
+from ..segments import KeysOrValues, pv, qk
 
 MASKED_SCORE = -1e30  # finite: a fully masked row must come out as numbers, not as nan
 MASKED_BELOW = -1e29  # scores below it are of masked tokens

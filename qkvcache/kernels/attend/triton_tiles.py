@@ -19,10 +19,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_attend import LOG2E, _capped, _exact_columns, _hides, _tiles_of_split, entry_of, head_of, page_of, rows_of_part
-from .triton_math import MASKED_SCORE, exp2
-from .triton_scales import group_scales, scaled, token_scale
-from .triton_unpack import offset_of, plane_offset, unit_of, unpack
+from ..device.math import MASKED_SCORE, exp2
+from ..device.scales import group_scales, scaled, token_scale
+from ..device.unpack import offset_of, plane_offset, unit_of, unpack
+from .triton_attend import (
+    LOG2E,
+    _capped,
+    _exact_columns,
+    _hides,
+    _tiles_of_split,
+    entry_of,
+    head_of,
+    page_of,
+    rows_of_part,
+)
 
 LARGEST_ZERO = tl.constexpr(64.0)
 """The largest zero points of a split, in multiples of its largest scale."""
@@ -150,7 +160,7 @@ def _stored(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, planes, slot, 
     then the scales of groups, or scale and zero of tokens.
 
     `planes`: pointers to the planes of the page, or [T], of each token's page: words of 16 bits [slots, D / X.per],
-    high bits [slots, X.high / 2 as many], and scales as of `triton_scales.py`."""
+    high bits [slots, X.high / 2 as many], and scales as of `device/scales.py`."""
     codes, high, scales = planes
     WORDS: tl.constexpr = D // X.per
     HALF: tl.constexpr = WORDS // 2

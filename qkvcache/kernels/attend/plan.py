@@ -14,18 +14,18 @@ import torch
 import triton
 from torch import Tensor
 
-from ..formats.base import Codec
-from . import fused
-from .attend import Options
-from .fused import EXACT_TILE, Launch, architecture, in_tiles, launched, split, tiled
-from .launch import Held, Launcher
-from .pages import BLOCK, MOST_SPLITS, PagedInputs, Splits
-from .segments import layout_of, planes_of
-from .tables import Tables, tables
+from ...formats.base import Codec
+from ..host.launch import Held, Launcher
+from ..host.tables import Tables, tables
+from ..pages import BLOCK, MOST_SPLITS, PagedInputs, Splits
+from ..segments import layout_of, planes_of
+from ..triton_sum_splits import EXACT_GRAIN, REGION_GRAIN, sum_splits_kernel
+from . import launches as fused
+from .launches import EXACT_TILE, Launch, architecture, in_tiles, launched, split, tiled
+from .reference import Options
 from .triton_attend import attend_kernel
-from .triton_attend_tiles import attend_tiles_kernel
 from .triton_join import reduce_kernel, rotate_kernel
-from .triton_sum_splits import EXACT_GRAIN, REGION_GRAIN, sum_splits_kernel
+from .triton_tiles import attend_tiles_kernel
 
 SUM_TOKENS = 1024
 """Tokens of a program that sums attention."""

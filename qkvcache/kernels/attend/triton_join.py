@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..device.math import MASKED_SCORE
 from .triton_attend import LOG2E
-from .triton_math import MASKED_SCORE
 
 
 @triton.jit

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..formats.base import PackedLayout
-from .attend import Options
-from .pages import LEAST_SPLIT, MOST_SPLITS, PagedInputs
-from .segments import layout_of
+from ...formats.base import PackedLayout
+from ..pages import LEAST_SPLIT, MOST_SPLITS, PagedInputs
+from ..segments import layout_of
+from .reference import Options
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attend import MASKED_BELOW as BELOW
-from .attend import MASKED_SCORE as SCORE
+from ..attend.reference import MASKED_BELOW as BELOW
+from ..attend.reference import MASKED_SCORE as SCORE
 
 MASKED_SCORE, MASKED_BELOW = tl.constexpr(SCORE), tl.constexpr(BELOW)
 

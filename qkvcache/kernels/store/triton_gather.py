@@ -13,9 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .pages import GATHER_TILE, PagedInputs
-from .segments import Pair
-from .triton_dequantize import load_tile, load_vectors, padded, planes_to_read, store_vectors, tile_of_pages
+from ..pages import GATHER_TILE, PagedInputs
+from ..segments import Pair
+from .triton_dequantize import (
+    load_tile,
+    load_vectors,
+    padded,
+    planes_to_read,
+    store_vectors,
+    tile_of_pages,
+)
 from .triton_store import contiguous
 
 

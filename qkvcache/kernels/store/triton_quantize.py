@@ -12,10 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..formats.base import TINY, Codec
-from ..formats.codebooks import GRID, midpoints
-from ..formats.uniform import LEAST_SCALE
-from .segments import layout_of
+from ...formats.base import TINY, Codec
+from ...formats.codebooks import GRID, midpoints
+from ...formats.uniform import LEAST_SCALE
+from ..segments import layout_of
 from .triton_dequantize import HALF_STEPS, INTERPRETED, float8, rotate_rows, scales_of, width_of
 from .triton_dequantize import supports as dequantizes
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from ..autocast import without_autocast
+from ...autocast import without_autocast
+from ..attend.reference import OPTIONS as NAMES
+from ..evict import StaticTensors
+from ..pages import calibrate, differ
 from . import dispatch
-from .attend import OPTIONS as NAMES
-from .evict import StaticTensors
 from .handles import inputs_of
-from .pages import calibrate, differ
 
 HANDLE = "Tensor handle, Tensor order"
 OPTIONS = "Tensor? sinks, Tensor? observed, float? scaling, float? softcap, bool? causal"

@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..formats.base import PackedLayout
-from ..formats.codebooks import GRID, grid_levels
+from ...formats.base import PackedLayout
+from ...formats.codebooks import GRID, grid_levels
 
 _TINY = 2.0**-24
 """The fp16 number whose lowest bit alone is 1: bytes of tables are read as subnormal numbers, which adds no offset."""

@@ -19,20 +19,20 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from ..formats.base import Codec
-from . import attend_latents as latents
-from . import evict as evicting
-from . import fetch_blocks as fetching
-from . import pages as paged
-from . import rotate as rotating
-from . import select_blocks as selecting
-from . import sum_attention as reference
-from .attend import OPTIONS, Options, attend_observed
-from .attend import attend_pages as attend_pages_in_torch
-from .evict import StaticTensors
+from ...formats.base import Codec
+from .. import attend_latents as latents
+from .. import evict as evicting
+from .. import fetch_blocks as fetching
+from .. import pages as paged
+from .. import rotate as rotating
+from .. import select_blocks as selecting
+from .. import sum_attention as reference
+from ..attend.reference import OPTIONS, Options, attend_observed
+from ..attend.reference import attend_pages as attend_pages_in_torch
+from ..evict import StaticTensors
+from ..pages import AttentionInputs, PagedInputs, Pages, Splits
+from ..segments import Exact, KeysOrValues, Packed, Pair, layout_of
 from .handles import ORDER
-from .pages import AttentionInputs, PagedInputs, Pages, Splits
-from .segments import Exact, KeysOrValues, Packed, Pair, layout_of
 
 _NO_KERNEL = "no fused attention for head_dim {} in {}: torch operations instead, which are slow"
 BACKENDS = ("torch", "triton")
@@ -61,7 +61,7 @@ def _module(name: str) -> ModuleType:
     for thread in _LOADING:
         if thread is not threading.current_thread():
             thread.join()
-    return importlib.import_module(f".{name}", __package__)
+    return importlib.import_module(f"..{name}", __package__)
 
 
 _LOADING: list[threading.Thread] = []
@@ -77,8 +77,8 @@ def load_ahead() -> None:
 
 
 def _import_kernels() -> None:
-    for name in ("triton_store", "plan"):
-        importlib.import_module(f".{name}", __package__)
+    for name in ("store.triton_store", "attend.plan"):
+        importlib.import_module(f"..{name}", __package__)
 
 
 def _hash_triton() -> None:
@@ -96,7 +96,7 @@ def prepare(codecs: tuple[Codec, Codec], dims: tuple[int, int], dtype: torch.dty
     """Allocates the tensors that are cached for these codecs and for keys and values `[B, H, T, dim]` of `dtype`: `tables.py` says why.
     `latents`: keys are latents."""
     if on_triton(device):
-        _module("tables").tables(codecs, *dims, device)
+        _module("host.tables").tables(codecs, *dims, device)
         if latents:
             _module("triton_attend_latents").prepare(codecs, dims, dtype, device)
     for codec, dim in zip(codecs, dims, strict=True):
@@ -104,7 +104,7 @@ def prepare(codecs: tuple[Codec, Codec], dims: tuple[int, int], dtype: torch.dty
         statistics = codec.calibrate(token)
         codec.dequantize(codec.quantize(token, statistics) | statistics, dim)  # the torch operations cache constants, too
         if on_triton(device) and (layout := layout_of(codec)):
-            table_of = _module("triton_dequantize").table_of
+            table_of = _module("store.triton_dequantize").table_of
             table_of(layout, token)
             table_of(layout, token.bfloat16())  # for dequantizing
 
@@ -126,13 +126,13 @@ def compile_step(inputs: PagedInputs, query: Tensor, mask: Tensor | None, **opti
     """Begins to compile, in other threads, what a step of one token launches: storing it, and attention of `query`, `[B, Hq, 1, D]`, under
     `mask` to `inputs`. Does so once for layers that are alike."""
     _STEPS.add(_kind_of_step(inputs))
-    if not _module("fused").supports(inputs, query):
+    if not _module("attend.launches").supports(inputs, query):
         return
     key, value = (x[:, :, :1] for x in inputs.ring)
-    with _module("launch").compiling_ahead():
+    with _module("host.launch").compiling_ahead():
         if launch := launch_of_step(inputs, (key, value)):
             launch((key, value))
-        _module("plan").attend_pages(query, inputs, mask, **options)
+        _module("attend.plan").attend_pages(query, inputs, mask, **options)
 
 
 def fuses(module: str, inputs: PagedInputs, query: Tensor, *others: Any) -> bool:
@@ -151,7 +151,7 @@ def attends_in_tiles(query: Tensor, attention_inputs: AttentionInputs, mask: Ten
     inputs = attention_inputs.paged
     if inputs is None or inputs.pages.index or torch.compiler.is_compiling() or not on_triton(query.device):
         return False
-    fused = _module("fused")
+    fused = _module("attend.launches")
     return fused.supports(inputs, query) and fused.tiled(query, inputs, mask, {"causal": True}) is not None
 
 
@@ -164,9 +164,9 @@ def plan_on_codes(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor
     """The plan of `attend_on_codes` for layers that are alike (`plan.Plan`); None where there is no kernel, or each layer chooses what it
     reads."""
     inputs = attention_inputs.paged
-    if inputs is None or attention_inputs.by_head or inputs.selects(query) or not fuses("fused", inputs, query):
+    if inputs is None or attention_inputs.by_head or inputs.selects(query) or not fuses("attend.launches", inputs, query):
         return None
-    return _module("plan").plan_pages(query, inputs, mask, **options)
+    return _module("attend.plan").plan_pages(query, inputs, mask, **options)
 
 
 def observe_on_codes(
@@ -181,7 +181,7 @@ def observe_on_codes(
         return out, attention_sums
     by_slot = attention_inputs.by_head and (mask is not None or observed is not None)  # while these are by column
     if inputs is not None and not by_slot:
-        kernel = fuses("fused", inputs, query)
+        kernel = fuses("attend.launches", inputs, query)
         by_pages = kernel or attention_inputs.by_head
         if by_pages or (observed is None and inputs.selects(query)):
             keys = None if by_pages else [x for x in attention_inputs.key.segments if isinstance(x, Packed)]
@@ -192,14 +192,14 @@ def observe_on_codes(
 
 def observes_slots(query: Tensor, attention_inputs: AttentionInputs) -> bool:
     """Whether `observe_on_codes` accumulates attention by slot, and not by column: a kernel reads tokens that the device counts."""
-    return attention_inputs.counted and fuses("fused", attention_inputs.paged, query)
+    return attention_inputs.counted and fuses("attend.launches", attention_inputs.paged, query)
 
 
 def attend_pages(
     query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attend.attend_pages`, by the fused kernel where there is one."""
-    return _attend_pages(fuses("fused", inputs, query), query, inputs, mask, **options)
+    return _attend_pages(fuses("attend.launches", inputs, query), query, inputs, mask, **options)
 
 
 def _attend_pages(
@@ -211,7 +211,7 @@ def _attend_pages(
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attend_pages` in eager code, over the blocks that are chosen, if the inputs have a budget. `keys`: as of `select_blocks`."""
-    attend = _module("plan").attend_pages if by_kernel else attend_pages_in_torch
+    attend = _module("attend.plan").attend_pages if by_kernel else attend_pages_in_torch
     if options.get("observed") is not None or not inputs.selects(query):
         return attend(query, inputs, mask, **options)
     choose = _module("triton_select_blocks").select_blocks if by_kernel else functools.partial(selecting.select_blocks, keys=keys)
@@ -262,12 +262,12 @@ def split_rows(lengths: Tensor, max_length: int, heads: int, shares: Tensor | No
     where the torch reference attends. `shares`: as of `Splits.of`."""
     if not on_triton(lengths.device):
         return None
-    return Splits.of(lengths, max_length, max(_module("fused").programs_of(lengths.device) // heads, 1), shares)
+    return Splits.of(lengths, max_length, max(_module("attend.launches").programs_of(lengths.device) // heads, 1), shares)
 
 
 def reads_together(groups: int, head_dim: int, device: torch.device) -> bool:
     """Whether kernels read what rows of a batch share once for `TOGETHER` of them, with `groups` query heads of a KV head."""
-    return on_triton(device) and head_dim <= 128 and groups * paged.TOGETHER <= _module("fused").OF_SHARED.rows
+    return on_triton(device) and head_dim <= 128 and groups * paged.TOGETHER <= _module("attend.launches").OF_SHARED.rows
 
 
 def _serve(module: str, codecs: tuple[Codec, Codec], x: Pair) -> bool:
@@ -277,16 +277,16 @@ def _serve(module: str, codecs: tuple[Codec, Codec], x: Pair) -> bool:
 
 def quantizes(codecs: tuple[Codec, Codec], x: Pair) -> bool:
     """Whether kernels can quantize these keys and values `[B, H, T, D]`."""
-    return _serve("triton_quantize", codecs, x)
+    return _serve("store.triton_quantize", codecs, x)
 
 
 def _dequantizes(pages: Pages, out: Pair) -> bool:
-    return pages.by_page and _serve("triton_dequantize", pages.codecs, out)
+    return pages.by_page and _serve("store.triton_dequantize", pages.codecs, out)
 
 
 def quantize_into(pages: Pages, x: Pair, slots: Tensor | int, zones: Sequence[tuple[Pair, Tensor]] = ()) -> None:
     """`pages.quantize_into`, in one launch where there is a kernel, and the same in `pages.index`."""
-    kernels = _module("triton_store") if pages.by_page and quantizes(pages.codecs, x) else paged
+    kernels = _module("store.triton_store") if pages.by_page and quantizes(pages.codecs, x) else paged
     kernels.quantize_into(pages, x, slots, zones)
     if pages.index is not None and isinstance(slots, int):
         copy_index(pages, x[0].shape[2], slots)
@@ -294,13 +294,13 @@ def quantize_into(pages: Pages, x: Pair, slots: Tensor | int, zones: Sequence[tu
 
 def dequantize_pages(pages: Pages, out: Pair, begin: int = 0) -> None:
     """`pages.dequantize_pages`, in one launch where there is a kernel."""
-    kernels = _module("triton_dequantize") if _dequantizes(pages, out) else paged
+    kernels = _module("store.triton_dequantize") if _dequantizes(pages, out) else paged
     kernels.dequantize_pages(pages, out, begin)
 
 
 def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], tiles: Tensor, out: Pair) -> None:
     """`pages.gather_rows`, in one launch where there is a kernel."""
-    kernels = _module("triton_gather") if _dequantizes(inputs.pages, out) else paged
+    kernels = _module("store.triton_gather") if _dequantizes(inputs.pages, out) else paged
     kernels.gather_rows(inputs, new, starts, tiles, out)
 
 
@@ -330,7 +330,7 @@ def launch_of_step(inputs: PagedInputs, x: Pair) -> Callable[[Pair], None] | Non
     """`step` for tokens of the shape and dtype of `x`, with all other arguments prepared; None if there is no kernel for it."""
     if not (inputs.pages.by_page and quantizes(inputs.pages.codecs, x)):
         return None
-    launch = _module("triton_store").launch_of_step(inputs, x)
+    launch = _module("store.triton_store").launch_of_step(inputs, x)
     if inputs.pages.index is None:
         return launch
     copy = _module("triton_fetch_blocks").index_of(inputs.pages, x[0].shape[2], None)
@@ -347,7 +347,7 @@ def launch_into(pages: Pages, x: Pair) -> Callable[[Pair, Tensor], None] | None:
     not stored, with its launch prepared; None if there is no kernel for it."""
     if not (pages.by_page and x[0].numel() and quantizes(pages.codecs, x)):
         return None
-    return _module("triton_store").launch_into(pages, x)
+    return _module("store.triton_store").launch_into(pages, x)
 
 
 def unfold(inputs: PagedInputs, columns: int, new: Pair) -> Pair:
@@ -410,7 +410,7 @@ def sum_attention(query: Tensor, key: Tensor, observed: Tensor, visible: Tensor 
 def dense(side: KeysOrValues) -> Tensor:
     """All tokens of `side` in the model's dtype, `[B, H, T, D]`: the only place where a whole layer is dequantized."""
     if on_triton(side.device):
-        kernels = _module("triton_dequantize")
+        kernels = _module("store.triton_dequantize")
         if all(isinstance(s, Exact) or kernels.supports(s.codec, s.head_dim) for s in side.segments):
             out = torch.empty(side.shape, dtype=side.dtype, device=side.device)
             for segment, part in zip(side.segments, out.split([s.tokens for s in side.segments], dim=2), strict=True):

@@ -14,9 +14,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ..formats.base import Codec, PackedLayout
-from ..formats.rotation import Hadamard, random_signs, rotation_block, sylvester_matrix
-from .segments import layout_of
+from ...formats.base import Codec, PackedLayout
+from ...formats.rotation import Hadamard, random_signs, rotation_block, sylvester_matrix
+from ..segments import layout_of
 
 CPU = torch.device("cpu")
 PLAIN = PackedLayout("half", planes=("codes", "", ""))

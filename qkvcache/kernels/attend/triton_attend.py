@@ -2,7 +2,7 @@
 
 One program is one warp: it reads one split of the tokens of one (sequence, KV head) for all query heads of the group. Tokens are the rows
 of both matrix products (scores^T = K q^T, output^T = V^T p^T), so that a tensor core serves eight query rows without waste, each code is
-unpacked once and in the registers where the product wants it (`triton_unpack.py`), and warps share nothing. Codes stream through cp.async.
+unpacked once and in the registers where the product wants it (`device/unpack.py`), and warps share nothing. Codes stream through cp.async.
 The scale of a key multiplies its scores, and the product of the query with the mean of keys is added; the scale of a value joins the
 exponent, so that the weights that multiply codes never exceed 1:
 
@@ -18,11 +18,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_dequantize import scales_of
-from .triton_math import MASKED_SCORE, exp2, inverse, log2
-from .triton_scales import group_scales, scale_of_plane, scaled, token_scale
-from .triton_sum_splits import EXACT_GRAIN, REGION_GRAIN, keep
-from .triton_unpack import offset_of, plane_offset, unit_of, unpack
+from ..device.math import MASKED_SCORE, exp2, inverse, log2
+from ..device.scales import group_scales, scale_of_plane, scaled, token_scale
+from ..device.unpack import offset_of, plane_offset, unit_of, unpack
+from ..store.triton_dequantize import scales_of
+from ..triton_sum_splits import EXACT_GRAIN, REGION_GRAIN, keep
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -197,7 +197,7 @@ def _region_tile(
     each. Returns the new state.
 
     queries  as `query_planes` returns them
-    k_planes   as of `_tile`, from the tile's first token on; k_scales as of `triton_scales.py`; K_ONCE: one scale
+    k_planes   as of `_tile`, from the tile's first token on; k_scales as of `device/scales.py`; K_ONCE: one scale
                serves all tokens; v_planes, v_scales, V_ONCE: the same of values
     valid    bool [T], read with TAIL; column: int [T], columns in the mask
     visible  as of `_exact_tiles`; hides: as of `_masked`

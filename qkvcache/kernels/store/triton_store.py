@@ -14,11 +14,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats.base import Codes, PackedLayout
-from .launch import Held, Launcher
-from .pages import PagedInputs, Pages
-from .segments import Pair
-from .triton_dequantize import known, load_vectors, padded, plane_arguments, side_of, store_vectors, table_of, tile, vectors
+from ...formats.base import Codes, PackedLayout
+from ..host.launch import Held, Launcher
+from ..pages import PagedInputs, Pages
+from ..segments import Pair
+from .triton_dequantize import (
+    known,
+    load_vectors,
+    padded,
+    plane_arguments,
+    side_of,
+    store_vectors,
+    table_of,
+    tile,
+    vectors,
+)
 from .triton_quantize import store_tile
 
 ROWS = tl.constexpr(128)

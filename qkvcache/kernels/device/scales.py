@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_unpack import offset_of
+from .unpack import offset_of
 
 
 @triton.jit

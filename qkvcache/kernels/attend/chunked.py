@@ -28,13 +28,13 @@ from itertools import accumulate, takewhile
 import torch
 from torch import Tensor
 
-from ..formats.base import Codec
-from ..formats.rotation import rotation_block
-from .attend import MASKED_SCORE
-from .dispatch import dequantize_pages, on_triton, sum_attention
-from .pages import AttentionInputs, Pages, dequantized
-from .segments import Exact, Packed, Pair, join_tokens
-from .sum_attention import BLOCK
+from ...formats.base import Codec
+from ...formats.rotation import rotation_block
+from ..host.dispatch import dequantize_pages, on_triton, sum_attention
+from ..pages import AttentionInputs, Pages, dequantized
+from ..segments import Exact, Packed, Pair, join_tokens
+from ..sum_attention import BLOCK
+from .reference import MASKED_SCORE
 
 CHUNK_TOKENS, CHUNK_BYTES = 65536, 512 * 2**20
 """The most tokens of a chunk, and the most bytes of its keys and values together."""

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats.base import Codec, Codes, PackedLayout
-from ..formats.codebooks import GRID
-from ..formats.rotation import random_signs, rotation_block, sylvester_matrix
-from .pages import Pages
-from .segments import layout_of
+from ...formats.base import Codec, Codes, PackedLayout
+from ...formats.codebooks import GRID
+from ...formats.rotation import random_signs, rotation_block, sylvester_matrix
+from ..pages import Pages
+from ..segments import layout_of
 
 GREATEST_HEAD_DIM, GREATEST_POWER = 256, 512
 """The greatest head_dim, and the greatest that is a power of two."""
