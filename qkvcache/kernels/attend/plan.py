@@ -259,7 +259,8 @@ class Plan:
         self.scaling = float(shape[3] ** -0.5 if scaling is None else scaling)
         form = Form(
             shape, inputs.ring[0].shape[1], shown, inputs.exact and sinks + ring > 0, options.get("causal", False),
-            None if softcap is None else float(softcap), options.get("sinks") is not None, 0 if items is None else items.shape[1], inputs.selection is not None, launch,
+            None if softcap is None else float(softcap), options.get("sinks") is not None, 0 if items is None else items.shape[1],
+            inputs.selection is not None, launch,
         )  # fmt: skip
         if form not in kind.launches:
             kind.launches[form] = Launches(kind, form)
