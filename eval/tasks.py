@@ -1,22 +1,24 @@
 """Tasks on a real model, each cache beside the uncompressed run on the same problems; rows in eval/results/tasks.jsonl.
 
-    python eval/tasks.py --device cuda --run-code                                        HumanEval, facts, variables, a long answer, KL
-    python eval/tasks.py --device cuda --run-code --tasks humaneval --context 6000 --caches dynamic turboquant_4bit_nc      one number again
-    python eval/tasks.py --show | --markdown                                             from the rows
+    python eval/tasks.py --device cuda --run-code                         HumanEval, facts, variables, a long answer, KL
+    python eval/tasks.py --device cuda --run-code --tasks humaneval --context 6000 --caches int8          one number again
+    python eval/tasks.py --show | --markdown                              from the rows
 
-The model is Qwen2.5-Coder-1.5B-Instruct, of which 1.1 GB are downloaded once (`qkvcache.models`). `task_prompts.py` says what is asked. `kl` is
-the KL divergence of the next token, in nats, from the uncompressed run, on code and prose read on after `--context` tokens; its row has
-the bytes.
+The model is Qwen2.5-Coder-1.5B-Instruct, of which 1.1 GB are downloaded once (`qkvcache.models`). `task_prompts.py` has what
+is asked. `kl` is the KL divergence of the next token from the uncompressed run, in nats, on code and prose that are read on
+after `--context` tokens; its row has the bytes.
 
-A cache is a format, or `dynamic` for the uncompressed run, with options after colons: those of `qkvcache.evaluation.spec.CacheSpec`, and
-`through=batching`, transformers' continuous batching on compressed pages, or `through=prefix`, where a `PrefixStore` keeps the context.
+A cache is a format, or `dynamic` for the uncompressed run, with options after colons: those of
+`qkvcache.evaluation.spec.CacheSpec`; `through=batching`, transformers' continuous batching on compressed pages; and
+`through=prefix`, where a `PrefixStore` keeps the context. The uncompressed run is always measured, first.
 
     turboquant_4bit_nc    hadaquant_k2v2:residual_length=256    turboquant_4bit_nc:policy=snapkv:budget=0.5
     turboquant_4bit_nc:attention_budget=4096    turboquant_4bit_nc:through=batching    dynamic:through=batching
 
-Prompts are read in steps of `--chunk` tokens, contexts of caches that evict whole, as the authors of policies do. Answers are greedy. `lost`
-counts the answers that the uncompressed run has right and the cache has not, `won` the others way round; p is that of McNemar's exact
-test: the probability of a difference as large if neither is better. A row that is there is not measured again, unless with `--again`.
+Prompts are read in steps of `--chunk` tokens; a cache that evicts reads a context whole, as the authors of policies do.
+Answers are greedy. `lost` counts the answers that the uncompressed run has right and the cache has not, `won` the others way
+round. p is that of McNemar's exact test: the probability of a difference as large between runs of which neither is better.
+A row that is there is not measured again, unless with `--again`.
 """
 
 from __future__ import annotations
@@ -35,13 +37,27 @@ from pathlib import Path
 import torch
 from error_bars import number, percent, share_error, standard_error
 from gpu import gpu, let_go
-from harness import DTYPES, Table, at_least, described, in_time, name_of, outcome, parser_of, present, read_rows, refused, replace_rows, shows
+from harness import (
+    Table,
+    at_least,
+    described,
+    in_time,
+    load,
+    name_of,
+    outcome,
+    parser_of,
+    present,
+    read_rows,
+    refused,
+    replace_rows,
+    shows,
+)
 from task_prompts import TASKS, Prompt, Task, Writer
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache
 
-from qkvcache import CompressedCache, PrefixStore, continuous_batching, models
+from qkvcache import CompressedCache, PrefixStore, continuous_batching
 from qkvcache.evaluation.calibrate import windows_of
 from qkvcache.evaluation.quality import Passages, divergence
 from qkvcache.evaluation.spec import DENSE, CacheSpec
@@ -55,7 +71,8 @@ COUNTS = {"humaneval": 164, "facts": 8, "variables": 24, "long": 16, KL: 8}
 """Problems, or texts."""
 READ_ON = 48
 """Tokens of each text of `kl`."""
-THROUGH = ("batching", "prefix")
+THROUGH = {"batching": TASKS, "prefix": ("facts", "variables", "long")}
+"""What caches are used through, and the tasks that this has a part in."""
 PLACE = ("model", "task", "tokens", "count", "cache", "dtype")
 """What names a row."""
 
@@ -74,9 +91,12 @@ class Way:
         try:
             found = {name: value_of(value) for name, value in (option.split("=") for option in options)}
             through = found.pop("through", None)
+            spec = CacheSpec(cache=cache, **found)
             if through not in (None, *THROUGH):
                 raise ValueError(f"through={through!r}: expected {' or '.join(THROUGH)}")
-            return cls(text, CacheSpec(cache=cache, **found), through)
+            if through == "prefix" and spec.dense or through == "batching" and (spec.policy or spec.offload_pages or spec.max_length):
+                raise ValueError(f"through={through} does not have this cache: leave the option out")
+            return cls(text, spec, through)
         except (ValueError, TypeError) as error:
             raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
 
@@ -161,11 +181,11 @@ class Runner:
 
     def _stored(self, way: Way, ids: Tensor, tokens: int, cache: Cache) -> Cache:
         """The context from a store to which `cache` was given."""
-        store = PrefixStore(self.model, max_bytes=2**34, **({} if way.spec.dense else {"format": way.spec.cache}))
+        store = PrefixStore(self.model, max_bytes=2**34, format=way.spec.cache)
         store.store(ids[:, :tokens], cache)
         found = store.fetch(ids)
-        if found.cache is None or found.tokens != tokens:
-            raise RuntimeError(f"{way.text}: the store has {found.tokens} of {tokens} tokens of the context")
+        if found.cache is None or found.length != tokens:
+            raise RuntimeError(f"{way.text}: the store has {found.length} of {tokens} tokens of the context")
         return found.cache
 
     def _batched(self, way: Way, task: Task) -> list[list[int]]:
@@ -179,7 +199,8 @@ class Runner:
 
     def passages(self, tokens: int, count: int) -> Passages:
         """Code and prose to read on after `tokens` tokens."""
-        parts = [windows_of(ids, some, tokens + READ_ON) for ids, some in zip(self.writer.texts, (count - count // 2, count // 2), strict=True) if some]
+        texts = (self.writer.code, count - count // 2), (self.writer.prose, count // 2)
+        parts = [windows_of(ids, some, tokens + READ_ON) for ids, some in texts if some]
         return Passages.read(self.model, torch.cat(parts).to(self.model.device), tokens)
 
 
@@ -218,7 +239,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     for task in args.tasks:
         for tokens in CONTEXTS[task] if args.context is None else args.context:
             for way in ways:
-                if task != KL or not way.through:
+                if way.through is None or task in THROUGH[way.through]:
                     yield Case(way, task, tokens, args.limit or COUNTS[task])
 
 
@@ -227,26 +248,24 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
-        model, tokenizer = models.load(args.model, DTYPES[args.dtype], args.device)
-        self.writer = Writer(tokenizer, args.wheels)
+        model, tokenizer, prose = load(args)
+        self.writer = Writer(tokenizer, prose, args.wheels)
         self.runner = Runner(model, tokenizer, args.batch, args.chunk, self.writer)
         self.prompts = functools.lru_cache(1)(lambda task, tokens, count: getattr(self.writer, task)(tokens, count))
         self.passages = functools.lru_cache(1)(self.runner.passages)
 
     def place(self, case: Case) -> dict:
         found = {"task": case.task, "tokens": case.tokens, "count": case.count, "cache": case.way.text, "dtype": self.args.dtype}
-        return described(self.args) | {"text": "stdlib and pydoc"} | found
+        return described(self.args) | found
 
     def measure(self, case: Case) -> dict:
         """A row, with what it took by the clock and, on a GPU, at most in memory."""
         task = self.passages(case.tokens, case.count) if case.task == KL else self.prompts(case.task, case.tokens, case.count)
         let_go()
-        before, begin = gpu("memory_allocated"), time.perf_counter()
+        begin = time.perf_counter()
         found = self.divergence(case.way, task) if case.task == KL else self.answers(case.way, task)
         gpu("synchronize")
-        peak = gpu("max_memory_allocated")
-        # A divergence holds the uncompressed run beside the cache.
-        taken = {"seconds": time.perf_counter() - begin, "peak_bytes": peak, "held_before_bytes": before}
+        taken = {"seconds": time.perf_counter() - begin, "peak_bytes": gpu("max_memory_allocated")}
         return found | taken | {"batch": self.args.batch, "chunk": self.args.chunk}
 
     def divergence(self, way: Way, passages: Passages) -> dict:
@@ -290,7 +309,7 @@ def brief(row: dict) -> str:
 
 
 def against(row: dict, dense: dict) -> tuple[int, int, int]:
-    """Answers that the uncompressed run alone has right, those that the cache alone has right, and those that are the same to the letter."""
+    """Answers that only the uncompressed run has right, that only the cache has right, and that are the same to the letter."""
     pairs = [theirs + ours for ours, theirs in zip(row["right"], dense["right"], strict=True)]
     return pairs.count("10"), pairs.count("01"), sum(x == y for x, y in zip(row["answers"], dense["answers"], strict=True))
 
@@ -334,8 +353,17 @@ def tables(rows: list[dict]) -> Iterator[Table]:
             continue
         cell = divergence_cell if task == KL else functools.partial(answer_cell)
         names = list(dict.fromkeys(name for of in found.values() for name in of))
-        lines = [[Way.parse(name).name, *itertools.chain.from_iterable(cell(of.get(name), of.get(DENSE)) for of in found.values())] for name in names]
-        yield Table(["cache", *itertools.chain.from_iterable(heads(place) for place in found)], lines, f"**{TITLES[task]}**", caption(found), (" --- ", " ---: "))
+        lines = [
+            [Way.parse(name).name, *itertools.chain.from_iterable(cell(of.get(name), of.get(DENSE)) for of in found.values())]
+            for name in names
+        ]
+        yield Table(
+            ["cache", *itertools.chain.from_iterable(heads(place) for place in found)],
+            lines,
+            f"**{TITLES[task]}**",
+            caption(found),
+            (" --- ", " ---: "),
+        )
 
 
 def heads(place: tuple) -> list[str]:
@@ -360,14 +388,22 @@ def divergence_cell(row: dict | None, dense: dict | None) -> list[str]:
 
 def caption(found: dict[tuple, dict[str, dict]]) -> str:
     row = next(row for of in found.values() for row in of.values())
-    return f"{row['model']} in {row['dtype']} on {row['device']}; answers in batches of {row['batch']}, read in steps of {row['chunk']:,} tokens."
+    run = f"{row['model']} in {row['dtype']} on {row['device']}"
+    return f"{run}; answers in batches of {row['batch']}, prompts in steps of {row['chunk']:,} tokens."
 
 
 def parser() -> argparse.ArgumentParser:
     found = parser_of(__doc__, "tasks", model="qwen2.5-coder-1.5b")
     found.set_defaults(dtype="bfloat16")
     found.add_argument("--tasks", nargs="+", default=[*TASKS, KL], choices=[*TASKS, KL], metavar="TASK", help=" ".join([*TASKS, KL]))
-    found.add_argument("--caches", nargs="+", type=Way.parse, default=[Way.parse(text) for text in CACHES], metavar="CACHE", help="beside the uncompressed run")
+    found.add_argument(
+        "--caches",
+        nargs="+",
+        type=Way.parse,
+        default=[Way.parse(text) for text in CACHES],
+        metavar="CACHE",
+        help="beside the uncompressed run",
+    )
     found.add_argument("--context", nargs="+", type=at_least(0), metavar="TOKENS", help="before what is asked; default: those of each task")
     found.add_argument("--limit", type=at_least(1), help="problems of HumanEval, texts of the others; default: those of each task")
     found.add_argument("--batch", type=at_least(1), default=82, help="answers that are generated together")
