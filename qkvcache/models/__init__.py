@@ -73,12 +73,12 @@ def folder(name: str | os.PathLike[str], parts: str | os.PathLike[str] | None = 
             checksum; `parts` for a model without packages.
     """
     name = os.fspath(name)
+    if parts is not None and name not in PACKAGED:
+        raise ValueError(f"parts={os.fspath(parts)!r}: {name!r} has no packages: expected {' or '.join(map(repr, PACKAGED))}")
     if name in EMBEDDED:
         return str(EMBEDDED[name])
     if name in PACKAGED:
         return str(_packaged(name, None if parts is None else Path(parts)))
-    if parts is not None:
-        raise ValueError(f"parts={os.fspath(parts)!r}: {name!r} has no packages: expected {' or '.join(map(repr, PACKAGED))}")
     path = Path(name).expanduser()
     expected = f"a folder with a config.json, a .gguf file, a model on the Hub such as meta-llama/Llama-3.1-8B, {known()}"
     is_path = not name or name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix in (".gguf", ".json")
