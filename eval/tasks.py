@@ -29,10 +29,11 @@ import itertools
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from error_bars import number, percent, share_error, standard_error
@@ -55,14 +56,15 @@ from harness import (
 from task_prompts import TASKS, Prompt, Task, Writer
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache, PrefixStore, continuous_batching
 from qkvcache.evaluation.calibrate import windows_of
-from qkvcache.evaluation.quality import Passages, divergence
+from qkvcache.evaluation.quality import Passages, divergence, held_bytes
 from qkvcache.evaluation.spec import DENSE, CacheSpec
 from qkvcache.releases import passing
 
+T = TypeVar("T")
 WHAT, KL = "tasks", "kl"
 CACHES = ("int8", "turboquant_4bit_nc", "hadaquant_k3v3", "hadaquant_k2v2", "turboquant_4bit_nc:policy=snapkv:budget=0.5")
 CONTEXTS = {"humaneval": (6000, 0, 24000), "facts": (30000, 16000, 8000), "variables": (30000, 16000, 8000), "long": (8000,), KL: (8192,)}
@@ -259,33 +261,38 @@ class Bench:
         return described(self.args) | found
 
     def measure(self, case: Case) -> dict:
-        """A row, with what it took by the clock and, on a GPU, at most in memory."""
+        """A row, with what it took by the clock, without compiling kernels, and at most in the GPU's memory."""
         task = self.passages(case.tokens, case.count) if case.task == KL else self.prompts(case.task, case.tokens, case.count)
         if case.task != KL:
             self.passages.cache_clear()  # what they hold on a GPU
+        run = self.divergence if case.task == KL else self.answers
+        return run(case.way, task) | {"batch": self.args.batch, "chunk": self.args.chunk}
+
+    def timed(self, call: Callable[[], T]) -> tuple[T, dict]:
+        """The result of `call`, and what it took."""
         let_go()
         begin = time.perf_counter()
-        found = self.divergence(case.way, task) if case.task == KL else self.answers(case.way, task)
+        found = call()
         gpu("synchronize")
-        taken = {"seconds": time.perf_counter() - begin, "peak_bytes": gpu("max_memory_allocated")}
-        return found | taken | {"batch": self.args.batch, "chunk": self.args.chunk}
+        return found, {"seconds": time.perf_counter() - begin, "peak_bytes": gpu("max_memory_allocated")}
 
     def divergence(self, way: Way, passages: Passages) -> dict:
-        config, tokenizer = self.runner.model.config, self.runner.tokenizer
-        found = divergence(self.runner.model, passages, lambda: way.spec.make(config), tokenizer)
-        dense = divergence(self.runner.model, passages, lambda: DynamicCache(config=config)).bytes_per_token
-        return {
+        model, tokenizer = self.runner.model, self.runner.tokenizer
+        found, taken = self.timed(lambda: divergence(model, passages, lambda: way.spec.make(model.config), tokenizer))
+        dense = held_bytes(passages.prefilled) / passages.context.numel()
+        return taken | {
             "kl": found.kl, "kl_error": standard_error(found.kls), "same_top": found.same_top, "kls": found.kls.tolist(),
             "bytes_per_token": found.bytes_per_token, "ratio": dense / found.bytes_per_token,
         }  # fmt: skip
 
     def answers(self, way: Way, task: Task) -> dict:
-        said = self.runner.answers(way, task)
-        begin = time.perf_counter()
+        if self.runner.model.device.type == "cuda":
+            self.runner.answers(way, replace(task, prompts=task.prompts[:2], new_tokens=8))  # compiles the kernels
+        said, taken = self.timed(lambda: self.runner.answers(way, task))
         shares = task.grade(said, [one for prompt in task.prompts for one in prompt.expected])
-        return {
+        return taken | {
             "right": "".join("01"[share == 1] for share in shares), "share": sum(shares) / len(shares),
-            "answers": [zlib.crc32(text.encode()) for text in said], "grading_seconds": time.perf_counter() - begin,
+            "answers": [zlib.crc32(text.encode()) for text in said],
         }  # fmt: skip
 
 
@@ -353,19 +360,14 @@ def tables(rows: list[dict]) -> Iterator[Table]:
         found = {place: of for place, of in every.items() if place[0] == task}
         if not found:
             continue
-        cell = divergence_cell if task == KL else functools.partial(answer_cell)
+        cell = divergence_cell if task == KL else answer_cell
         names = list(dict.fromkeys(name for of in found.values() for name in of))
         lines = [
             [Way.parse(name).name, *itertools.chain.from_iterable(cell(of.get(name), of.get(DENSE)) for of in found.values())]
             for name in names
         ]
-        yield Table(
-            ["cache", *itertools.chain.from_iterable(heads(place) for place in found)],
-            lines,
-            f"**{TITLES[task]}**",
-            caption(found),
-            (" --- ", " ---: "),
-        )
+        columns = ["cache", *itertools.chain.from_iterable(heads(place) for place in found)]
+        yield Table(columns, lines, f"**{TITLES[task]}**", caption(found), (" --- ", " ---: "))
 
 
 def heads(place: tuple) -> list[str]:
@@ -373,13 +375,14 @@ def heads(place: tuple) -> list[str]:
     after = f"after {tokens:,}" + (f", {dtype}" if dtype != "bfloat16" else "")
     if task == KL:
         return [f"KL {after}", "same top token", "bytes/token", "smaller"]
-    return [f"right {after}; lost / won", "s", "GiB"]
+    return [f"right {after}; lost / won", "same answer", "s", "GiB"]
 
 
 def answer_cell(row: dict | None, dense: dict | None) -> list[str]:
     if row is None:
-        return [""] * 3
-    return [right(row, dense), f"{row['seconds'] - row['grading_seconds']:.0f}", f"{row['peak_bytes'] / 2**30:.1f}"]
+        return [""] * 4
+    same = percent(against(row, dense)[2] / len(row["answers"])) if dense else ""
+    return [right(row, dense), same, f"{row['seconds']:.0f}", f"{row['peak_bytes'] / 2**30:.1f}"]
 
 
 def divergence_cell(row: dict | None, dense: dict | None) -> list[str]:

