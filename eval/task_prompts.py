@@ -166,7 +166,7 @@ def humaneval(wheels: Path | None) -> list[dict]:
 
 
 def completion(said: str) -> str:
-    """What is said up to the first line that begins a new top-level statement."""
+    """What is said up to the first line that begins a new top-level statement, where lm-eval's stop words end it too."""
     return re.split(r"\n(?=[^\s)\]}])", said)[0]
 
 
