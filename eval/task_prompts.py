@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import gzip
+import itertools
 import json
 import random
 import re
@@ -21,11 +22,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import ascii_uppercase
 
 import sandbox
 from transformers import PreTrainedTokenizerBase
 
-from qkvcache.evaluation.long_context import chains, placed
 from qkvcache.evaluation.recall import KEYS, NEEDLE, QUESTION, number
 from qkvcache.models.gguf import home
 from qkvcache.models.wheels import Wheels
@@ -41,7 +42,7 @@ ASKED = 8
 """Questions about one text of `facts`."""
 LINES = 60
 """Lines of the list of `long`."""
-ANSWER = {"humaneval": 300, "facts": 12, "variables": 80}
+ANSWER = {"humaneval": 300, "facts": 12, "variables": 40}
 """The most tokens of an answer; those of `long` follow from its list."""
 
 
@@ -127,13 +128,15 @@ class Writer:
         return Task(prompts, ANSWER["facts"], one_by_one(lambda said, word: float(bool(re.match(rf"\s*{word}\b", said)))))
 
     def variables(self, tokens: int, count: int) -> Task:
+        """One chain of five in each of `count` texts, and an example of a chain before the question, as in RULER."""
         prompts = []
         for i in range(count):
             rng = random.Random(f"variables {tokens} {i}")
-            statements, question, names = chains(rng)
-            context = self.planted(rng, i, tokens, placed(rng, statements))
-            prompts.append(Prompt(context, [self.encode(question)], [" ".join(names)]))
-        return Task(prompts, ANSWER["variables"], one_by_one(lambda said, names: share(names.split(), said)))
+            statements, question, names = chain(rng)
+            places = sorted(rng.random() for _ in statements)  # a variable is assigned after the one that it copies
+            context = self.planted(rng, i, tokens, list(zip(places, statements, strict=True)))
+            prompts.append(Prompt(context, [self.encode(EXAMPLE + question)], [" ".join(names)]))
+        return Task(prompts, ANSWER["variables"], one_by_one(lambda said, names: share(names.split(), said.strip().split("\n")[0])))
 
     def long(self, tokens: int, count: int) -> Task:
         prompts, longest = [], 0
@@ -145,6 +148,26 @@ class Writer:
             context = self.planted(rng, i, tokens, [(rng.random(), f"The list:\n{listed}\nThe list ends.")])
             prompts.append(Prompt(context, [self.encode("\n\nThe same list once more, in full:\n")], [listed]))
         return Task(prompts, longest + 16, one_by_one(lambda said, listed: share(listed.split("\n"), said.split("\n"))))
+
+
+def chain(rng: random.Random) -> tuple[list[str], str, list[str]]:
+    """Assignments, the question for all names that have their value, and these names."""
+    names, value = ["".join(rng.choices(ascii_uppercase, k=5)) for _ in range(5)], number(rng)
+    statements = [f"VAR {names[0]} = {value}", *(f"VAR {b} = VAR {a}" for a, b in itertools.pairwise(names))]
+    question = (
+        f"\n\nQuestion: Find all variables that are assigned the value {value} in the text above.\nAnswer: According to the chain of "
+        f"variable assignment in the text above, {len(names)} variables are assigned the value {value}, they are:"
+    )
+    return statements, question, names
+
+
+def example() -> str:
+    """A chain with its answer, the same in all prompts, so that these have one length."""
+    statements, question, names = chain(random.Random("an example"))
+    return "\n\nFor example:\n" + "\n".join(statements) + f"{question} {' '.join(names)}"
+
+
+EXAMPLE = example()
 
 
 def one_by_one(grade: Callable[[str, str], float]) -> Grade:

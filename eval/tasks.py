@@ -331,9 +331,11 @@ def mcnemar(lost: int, won: int) -> float:
 
 
 def right(row: dict, dense: dict | None) -> str:
-    """The share of all problems with its error, and what was lost and won."""
+    """The share of answers that are right with its error, that of their parts, and what was lost and won."""
     count, of = row["right"].count("1"), len(row["right"])
     share = f"{count} of {of}, {percent(count / of, share_error(count, of))}"
+    if row["share"] != count / of:
+        share += f" ({percent(row['share'])} of all parts)"
     if dense is None or row is dense:
         return share
     lost, won, _ = against(row, dense)

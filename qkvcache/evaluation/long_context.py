@@ -81,28 +81,20 @@ def coreference(rng: random.Random, tokens: int, count: COUNT, text: TextOf, dep
     return Case("".join(turns), question, (answer,))
 
 
-def chains(rng: random.Random, number: int = 3, links: int = 4) -> tuple[list[list[str]], str, tuple[str, ...]]:
-    """Chains of assignments, the question for every name with the value of the first chain, and these names."""
-    values = rng.sample(range(10_000, 100_000), number)
-    names = [code_word(rng).upper() for _ in range(number * links)]
+def variables(rng: random.Random, tokens: int, count: COUNT, text: TextOf, depth: float) -> Case:
+    """Chains of assignments in a text: the question asks for every name with the value of the first of one chain."""
+    chains, links = 3, 4
+    values = rng.sample(range(10_000, 100_000), chains)
+    names = [code_word(rng).upper() for _ in range(chains * links)]
     statements = []
     for chain, value in enumerate(values):
         own = names[chain * links : (chain + 1) * links]
         statements.append([f"VAR {own[0]} = {value}."] + [f"VAR {b} = VAR {a}." for a, b in zip(own, own[1:], strict=False)])
     question = f"\n\nQuestion: Which variables hold the value {values[0]}? Name all of them. Answer: the variables"
-    return statements, question, tuple(names[:links])
-
-
-def placed(rng: random.Random, statements: list[list[str]]) -> list[tuple[float, str]]:
-    """Each statement with the share of a text where it stands: a variable is assigned after the one that it copies."""
-    return [pair for chain in statements for pair in zip(sorted(rng.random() for _ in chain), chain, strict=True)]
-
-
-def variables(rng: random.Random, tokens: int, count: COUNT, text: TextOf, depth: float) -> Case:
-    """Chains of assignments in a text."""
-    statements, question, names = chains(rng)
     filler = text(rng, max(tokens - sum(count(s) for chain in statements for s in chain) - count(question), 1))
-    return Case(insert(filler, placed(rng, statements)), question, names)
+    # a variable is assigned after the one that it copies
+    placed = [pair for chain in statements for pair in zip(sorted(rng.random() for _ in chain), chain, strict=True)]
+    return Case(insert(filler, placed), question, tuple(names[:links]))
 
 
 def key_value(rng: random.Random, tokens: int, count: COUNT, text: TextOf, depth: float) -> Case:

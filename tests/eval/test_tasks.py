@@ -100,7 +100,10 @@ def test_a_program_without_end_is_stopped(sandbox):
 
 
 def test_lost_and_won_are_of_the_same_problems(tasks):
-    dense, other = {"right": "110010", "answers": [1, 2, 3, 4, 5, 6]}, {"right": "011000", "answers": [1, 2, 3, 0, 0, 0]}
+    dense, other = (
+        {"right": "110010", "share": 0.5, "answers": [1, 2, 3, 4, 5, 6]},
+        {"right": "011000", "share": 2 / 6, "answers": [1, 2, 3, 0, 0, 0]},
+    )
     assert tasks.against(other, dense) == (2, 1, 3)
     assert tasks.mcnemar(10, 3) == pytest.approx(0.0923, abs=1e-4) and tasks.mcnemar(0, 0) == 1
     assert tasks.right(other, dense) == "2 of 6, 33 ± 18 %; 2 / 1, p 1" and tasks.right(dense, dense) == "3 of 6, 50 ± 19 %"
@@ -152,7 +155,7 @@ def test_the_table_of_the_readme(monkeypatch):
     same = {"what": "tasks", "model": summary.REAL, "dtype": "bfloat16", "count": 3, "seconds": 1.0}
     caches = {"dynamic": "110", "int8": "101"}
     rows = [
-        same | {"task": task, "tokens": tokens, "cache": cache, "right": right, "answers": [1, 2, 3]}
+        same | {"task": task, "tokens": tokens, "cache": cache, "right": right, "share": 2 / 3, "answers": [1, 2, 3]}
         for task, tokens in summary.ASKED.values()
         for cache, right in caches.items()
     ]
