@@ -11,10 +11,12 @@ import copy
 import inspect
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain, islice, takewhile
 from math import ceil, lcm
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -536,11 +538,18 @@ class Request(RequestState):
         return state
 
 
+def client_of(state: RequestState) -> str | None:
+    asked = getattr(state, "asked", None)
+    return None if asked is None else asked.client
+
+
 class Requests:
-    """A mixin for schedulers: requests know how many of their tokens were cached, and cancelled requests are dropped completely."""
+    """A mixin for schedulers: clients take turns, requests know how many of their tokens were cached, and cancelled requests are dropped
+    completely."""
 
     forget: Callable[[str], None]
     cache: CompressedPagedCache
+    active_requests: dict[str, RequestState]
 
     def add_waiting_request(self, state: RequestState) -> None:
         super().add_waiting_request(state)  # type: ignore[misc]
@@ -548,8 +557,13 @@ class Requests:
             self.cache.sessions.expect(state.request_id, self.cache.matched(state.initial_tokens))
 
     def _get_waiting_candidates(self) -> list[RequestState]:
-        """The waiting requests whose stored pages have been fetched."""
-        states = super()._get_waiting_candidates()  # type: ignore[misc]
+        """The waiting requests whose stored pages have been fetched. A client that has fewer requests running or before goes first."""
+        held = Counter(map(client_of, self.active_requests.values()))
+        ranked = []
+        for state in super()._get_waiting_candidates():  # type: ignore[misc]
+            ranked.append((held[client_of(state)], state))
+            held[client_of(state)] += 1
+        states = [state for _, state in sorted(ranked, key=itemgetter(0))]
         if self.cache.sessions is None:
             return states
         fetched = self.cache.sessions.fetched([state.request_id for state in states])
@@ -742,6 +756,8 @@ class CompressedManager(ContinuousBatchingManager):
                 config.max_memory_percent = 0.8  # transformers' share where logits are processed
         self._issued: set[str] = set()
         """Ids that were made for requests to come: no other request has them."""
+        self.progressed = time.monotonic()
+        """When the thread last ended a step, or looked for one."""
         self.compiled: list[torch.nn.Module] = []
         if compiling is not None:
             self.compiled = decoder_layers(model)
@@ -766,13 +782,22 @@ class CompressedManager(ContinuousBatchingManager):
     def start(self) -> None:
         """Starts as transformers does; the pool is allocated before it returns."""
         self._pool()
+        self.progressed = time.monotonic()
         super().start()
 
-    def close(self) -> None:
-        """Stops, and drops the pool."""
+    def _generation_loop_body(self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool) -> bool:
+        goes_on = super()._generation_loop_body(batch_processor, bootstrapping)
+        self.progressed = time.monotonic()
+        return goes_on
+
+    def close(self, timeout: float | None = None) -> None:
+        """Stops, and drops the pool. A thread that has not ended after `timeout` seconds is left with it."""
+        processor = self.batch_processor
         if self.is_running():
-            self.stop(block=True, hard_stop=True)
-        if self.batch_processor is not None and self.cache.sessions is not None:
+            self.stop(block=True, timeout=timeout, keep_for_next_session=True, hard_stop=True)
+        if self.is_running():
+            return
+        if processor is not None and self.cache.sessions is not None:
             self.cache.sessions.close()
         self.destroy()
         self.batch_processor = None

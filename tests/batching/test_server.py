@@ -1,7 +1,6 @@
 """`qkvcache serve` with the `openai` package as client, on the embedded model: what users type, and what they do to a server."""
 
 import functools
-import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -157,17 +156,6 @@ def test_requests_for_another_model_are_refused(server):
 
 def test_the_served_model_is_listed(server, folder):
     assert [(model.id, model.status["value"]) for model in client(server).models.list()] == [(folder, "loaded")]
-
-
-def test_a_reset_server_serves_compressed_pages_again(server, folder):
-    (prompt,) = prompts(1)
-    expected, before = complete(server, folder, prompt), server.batching
-    threads = threading.active_count()
-    urllib.request.urlopen(urllib.request.Request(f"{address(server)}/reset", method="POST")).close()
-    assert server.metrics() is None
-    assert complete(server, folder, prompt) == expected
-    assert server.batching is not before and server.metrics().tokens_generated == 6
-    assert until(lambda: threading.active_count() <= threads)  # the thread that served the model of before has ended
 
 
 # The command.

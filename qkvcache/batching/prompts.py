@@ -1,0 +1,77 @@
+"""Prompts of requests over HTTP: rendered and tokenized once a request, outside of the event loop.
+
+transformers' handlers do both in the event loop, once for each of a request's answers. Here the handler is called first without a prompt:
+it ends where it would render one (`Unrendered`). The front makes the prompt in a thread, and calls the handler again, once for each
+answer, which then gets the prompt (`Asked.prompt`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+from .requests import ASKED, check_prompt
+
+THREADS = 4
+
+
+class Unrendered(Exception):  # noqa: N818  it is no error
+    """Raised where a handler renders or tokenizes a prompt; `call` does it."""
+
+    def __init__(self, call: Callable[[], Any]):
+        super().__init__()
+        self.call = call
+
+
+class Processor:
+    """The tokenizer or processor that handlers see."""
+
+    def __init__(self, processor: Any):
+        self._processor = processor
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._processor, name)
+        return Processor(found) if name == "tokenizer" else found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _prompt(partial(self._processor, *args, **kwargs))
+
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+        return _prompt(partial(self._processor.apply_chat_template, *args, **kwargs))
+
+
+def _prompt(call: Callable[[], Any]) -> Any:
+    asked = ASKED.get()
+    if asked is None:  # not of a handler
+        return call()
+    if asked.prompt is None:
+        raise Unrendered(call)
+    return asked.prompt
+
+
+class Renderer:
+    """Threads that make prompts, at most one at a time for each client."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(THREADS, "render")
+        self._turns: WeakValueDictionary[str | None, asyncio.Lock] = WeakValueDictionary()
+
+    async def render(self, model: Any, client: str | None, call: Callable[[], Any]) -> Any:
+        """What `call` returns. Raises what it raises, and what `check_prompt` does."""
+        turn = self._turns.setdefault(client, asyncio.Lock())
+        async with turn:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, _checked, model, call)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _checked(model: Any, call: Callable[[], Any]) -> Any:
+    inputs = call()
+    ids = inputs["input_ids"]
+    check_prompt(model.config, ids if isinstance(ids, list) else ids[0].tolist(), None)
+    return inputs
