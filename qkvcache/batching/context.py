@@ -74,8 +74,7 @@ class Batching:
             return
         del self.model.__dict__[INIT], self.model.__dict__[GENERATE]
         if self.manager is not None:
-            self.manager.close(timeout)
-            if self.model.config._attn_implementation != self._attention:  # left by a manager that never started
+            if self.manager.close(timeout) and self.model.config._attn_implementation != self._attention:
                 self.model.set_attn_implementation(self._attention)
             self.manager = None
 

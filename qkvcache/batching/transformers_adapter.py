@@ -71,7 +71,11 @@ try:
         ContinuousBatchingLogitsProcessorList,
         ContinuousBatchingTopPLogitsWarper,
     )
-    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager, ContinuousBatchProcessor
+    from transformers.generation.continuous_batching.continuous_api import (
+        BackgroundThreadStatus,
+        ContinuousBatchingManager,
+        ContinuousBatchProcessor,
+    )
     from transformers.generation.continuous_batching.distributed import DistributedHelper
     from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
     from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs, ContinuousBatchingIOs
@@ -790,14 +794,14 @@ class CompressedManager(ContinuousBatchingManager):
         self.progressed = time.monotonic()
         return goes_on
 
-    def close(self, timeout: float | None = None) -> None:
-        """Stops, and drops the pool. A thread that has not ended after `timeout` seconds is left with it."""
-        processor = self.batch_processor
+    def close(self, timeout: float | None = None) -> bool:
+        """Stops, and drops the pool. False: the thread has not ended after `timeout` seconds, and goes on with both."""
         if self.is_running():
-            self.stop(block=True, timeout=timeout, keep_for_next_session=True, hard_stop=True)
+            self.background_thread_status.request_stop(BackgroundThreadStatus.HARD_STOP, self.distributed_helper.global_rank)
+            self.join(time.perf_counter(), timeout)
         if self.is_running():
-            return
-        if processor is not None and self.cache.sessions is not None:
+            return False
+        if self.batch_processor is not None and self.cache.sessions is not None:
             self.cache.sessions.close()
         self.destroy()
         self.batch_processor = None
@@ -805,6 +809,7 @@ class CompressedManager(ContinuousBatchingManager):
             delattr(self.model, _CACHED)
         for layer in self.compiled:
             layer._compiled_call_impl = None
+        return True
 
     def add_request(
         self,

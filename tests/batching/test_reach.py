@@ -3,6 +3,7 @@
 import http.client
 import json
 import socket
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -131,7 +132,7 @@ def test_options_of_templates_are_on_a_list(server, given):
         (COMPLETIONS, {"stop": "a" * 257}, "stop"),
         (COMPLETIONS, {"n": 3}, "n"),
         (COMPLETIONS, {"seed": 2**63}, "seed"),
-        (CHAT, {"messages": [{"role": "user", "content": ""}] * 4097}, "messages"),
+        (CHAT, {"messages": [{"role": "a", "content": ""}] * 4097}, "messages"),
         (CHAT, {"messages": [{"role": "a" * 65, "content": ""}]}, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": "A"}], "tools": [{}] * 129}, "tools"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a"}}]}]}, "messages"),
@@ -210,24 +211,23 @@ def test_stop_strings_are_found_in_the_last_tokens():
 # Requests that wait.
 
 
-@contextmanager
-def asking(server, count: int, key: str = KEYS[0], **fields):
+def asking(threads, server, count: int, key: str | None = KEYS[0], **fields) -> list:
     """`count` requests that wait for their first token."""
     before = sum(exchange.waiting for exchange in server.exchanges)
-    with ThreadPoolExecutor(count) as threads:
-        asked = [threads.submit(ask, server, key=key, **fields) for _ in range(count)]
-        assert until(lambda: sum(exchange.waiting for exchange in server.exchanges) == before + count * fields.get("n", 1))
-        yield asked
+    asked = [threads.submit(ask, server, key=key, **fields) for _ in range(count)]
+    assert until(lambda: sum(exchange.waiting for exchange in server.exchanges) == before + count * fields.get("n", 1))
+    return asked
 
 
 def test_requests_beyond_the_limits_wait_elsewhere(server):
     limited = server.observed.outcomes["limited"]
-    with waiting(server._model), asking(server, 1, n=2), asking(server, 2):
+    with ThreadPoolExecutor(8) as threads, waiting(server._model):
+        asked = asking(threads, server, 1, n=2) + asking(threads, server, 2)
         status, answer, headers = ask(server)
         assert status == 429 and "4 of yours" in answer["error"]["message"] and int(headers["retry-after"]) >= 1
-        with asking(server, 2, key=KEYS[1], n=2):
-            assert ask(server, key=KEYS[1])[0] == 429
-            assert ask(server, "/health", None)[0] == 200
+        asked += asking(threads, server, 2, KEYS[1], n=2)
+        assert ask(server, key=KEYS[1])[0] == 429 and ask(server, "/health", None)[0] == 200
+    assert [future.result()[0] for future in asked] == [200] * 5
     assert server.observed.outcomes["limited"] == limited + 2
     assert ask(server)[0] == 200
 
@@ -245,8 +245,9 @@ def test_clients_take_turns(server):
     scheduler._get_waiting_candidates = watched
     first, second = (sha256(key.encode()).hexdigest() for key in KEYS)
     try:
-        with waiting(server._model), asking(server, 3), asking(server, 1, key=KEYS[1]):
-            pass
+        with ThreadPoolExecutor(8) as threads, waiting(server._model):
+            asking(threads, server, 3)
+            asking(threads, server, 1, KEYS[1])
     finally:
         del scheduler._get_waiting_candidates
     assert all(clients.index(second) <= 1 for clients in order if second in clients)
@@ -279,7 +280,8 @@ def test_a_body_that_does_not_come_is_not_waited_for(server):
 
 def test_more_connections_close_the_idle_ones(server):
     """And never one whose request runs."""
-    with waiting(server._model), asking(server, 1) as asked:
+    with ThreadPoolExecutor(1) as threads, waiting(server._model):
+        asked = asking(threads, server, 1)
         idle = [socket.create_connection(address(server)) for _ in range(3 * LIMITS.max_connections)]
         assert until(lambda: len(server.server.server_state.connections) <= LIMITS.max_connections)
         assert closed(idle[0]) and ask(server, "/health", None)[0] == 200
@@ -292,46 +294,9 @@ def test_more_connections_close_the_idle_ones(server):
 
 
 @contextmanager
-def hanging(**limits):
-    """A server whose next step hangs until the end of the test, with what its `run` did."""
-    started, release = (
-        serving.Server("demo", {"format": "int8"}, metrics_interval=0, grace_seconds=0.1, limits=gate.Limits(**limits), **OPTIONS),
-        threading.Event(),
-    )
-    with listening(started):
-        try:
-            yield started, release
-        finally:
-            release.set()
-
-
-def test_health_is_progress(monkeypatch):
-    with hanging(stall_seconds=0.3) as (server, release):
-        assert until(lambda: server.alive)
-        server._model.register_forward_pre_hook(lambda *_: None if release.wait(PATIENCE) else None)
-        with ThreadPoolExecutor(1) as threads:
-            asked = threads.submit(ask, server, key=None)
-            assert until(lambda: ask(server, "/health", None)[0] == 503) and not server.dead
-            release.set()
-            assert asked.result()[0] == 200
-        assert until(lambda: ask(server, "/health", None)[0] == 200)
-
-
-def test_a_worker_that_hangs_does_not_hold_the_server(monkeypatch):
-    monkeypatch.setattr(serving, "LAST_STEP", 0.1)
-    with hanging() as (server, release):
-        server._model.register_forward_pre_hook(lambda *_: None if release.wait(PATIENCE) else None)
-        with ThreadPoolExecutor(1) as threads:
-            asked = threads.submit(ask, server, key=None)
-            assert until(lambda: server.metrics().running == 1)
-            server.server.handle_exit(15, None)
-            assert asked.result()[0] == 503
-        assert until(lambda: server.hung)
-
-
-def test_a_worker_that_exits_ends_the_server(monkeypatch):
-    raised = []
-    started = serving.Server("demo", {"format": "int8"}, metrics_interval=0, grace_seconds=PATIENCE, **OPTIONS)
+def ending(**options):
+    """A server of its own, and what its `run` raises."""
+    started, raised = serving.Server("demo", {"format": "int8"}, metrics_interval=0, **OPTIONS, **options), []
 
     def run() -> None:
         try:
@@ -340,19 +305,46 @@ def test_a_worker_that_exits_ends_the_server(monkeypatch):
             raised.append(error)
 
     with listening(started, run):
-        monkeypatch.setattr(started._model, "forward", lambda **_: (_ for _ in ()).throw(SystemExit))
-        status, answer, _ = ask(started, key=None)
+        yield started, raised
+
+
+@contextmanager
+def hanging(server, tokens: int = 3000):
+    """A step of the server hangs until the block ends; yields the answer of its request."""
+    with ThreadPoolExecutor(1) as threads, waiting(server._model):
+        asked = threads.submit(ask, server, key=None, max_tokens=tokens)
+        assert until(lambda: server.metrics().running == 1)
+        yield asked
+
+
+def test_health_is_progress():
+    with ending(limits=gate.Limits(stall_seconds=0.3)) as (server, raised):
+        with hanging(server, 2):
+            assert until(lambda: ask(server, "/health", None)[0] == 503) and not server.dead
+        assert until(lambda: ask(server, "/health", None)[0] == 200) and not raised
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the worker, when it goes on after all
+def test_a_worker_that_hangs_does_not_hold_the_server(monkeypatch):
+    monkeypatch.setattr(serving, "LAST_STEP", 0.1)
+    with ending(grace_seconds=0.1) as (server, _), hanging(server) as asked:
+        server.server.handle_exit(15, None)
+        assert asked.result()[0] == 503
+        assert until(lambda: server.hung)
+
+
+def test_a_worker_that_exits_ends_the_server(monkeypatch):
+    with ending(grace_seconds=PATIENCE) as (server, raised):
+        monkeypatch.setattr(server._model, "forward", lambda **_: sys.exit())
+        status, answer, _ = ask(server, key=None)
         assert status == 503 and "has died" in answer["error"]["message"]
         assert until(lambda: bool(raised))
 
 
-def test_a_second_signal_ends_requests_in_order(monkeypatch):
-    started = serving.Server("demo", {"format": "int8"}, metrics_interval=0, grace_seconds=PATIENCE, **OPTIONS)
-    with listening(started), ThreadPoolExecutor(1) as threads:
-        with waiting(started._model):
-            asked = threads.submit(ask, started, key=None, max_tokens=3000)
-            assert until(lambda: started.metrics().running == 1)
-        for _ in range(2):
-            started.server.handle_exit(15, None)
-        status, answer, _ = asked.result()
-        assert status == 503 and "stopping" in answer["error"]["message"]
+def test_a_second_signal_ends_requests_in_order():
+    with ending(grace_seconds=PATIENCE) as (server, raised):
+        with hanging(server) as asked:
+            server.server.handle_exit(15, None)
+            server.server.handle_exit(15, None)
+            status, answer, _ = asked.result()
+        assert status == 503 and "stopping" in answer["error"]["message"] and not raised
