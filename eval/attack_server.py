@@ -142,6 +142,7 @@ def bodies(program: Program) -> Counter[str]:
         (CHAT, {"messages": [1] * 40_000}),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 3500}]}),
         (CHAT, {"messages": SAID, "metadata": wide}),
+        (CHAT, {"messages": [{"role": "a", "content": "", "x": [[]] * 30}] * 800}),
         (CHAT, {"messages": SAID, "tools": [{"type": "function", "function": wide}]}),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": arguments}]}]}),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": arguments | {"arguments": "3"}}] * 128}]}),
@@ -261,8 +262,8 @@ def metrics(program: Program) -> dict[str, float]:
 
 
 def run() -> Iterator[tuple[str, float, float, Counter[str]]]:
-    """Yields for each attack: its name, seconds of the longest answer of /health, MB after it, counts. Raises AssertionError if the server is not as
-    before."""
+    """Yields for each attack: its name, seconds of the longest answer of /health, MB after it, counts. Raises AssertionError if the
+    server is not as before."""
     with tempfile.TemporaryDirectory() as folder:
         program = Program(folder)
         try:

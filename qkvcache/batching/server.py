@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import threading
 import time
 from collections import Counter
@@ -159,10 +160,13 @@ class Server(Serve):
             if found := self.metrics():
                 Console(stderr=True).print(pool_line(found), highlight=False)
             threading.Thread(target=self._watch, name="watch", daemon=True).start()
+            gc.collect()
+            gc.freeze()  # a full collection would look at all that was imported and loaded, for .2 s in which nobody is answered
             self.server.run()
             if self._died:
                 raise RuntimeError("the thread of continuous batching has died")
         finally:
+            gc.unfreeze()
             self.close()
 
     def close(self) -> None:

@@ -89,6 +89,8 @@ FETCHED = "pages that were fetched"
 """The id of the request that fetched pages belong to until they are matched."""
 RING_SHARE = 16
 """Rings take at most one sixteenth of the free memory, unless `max_requests_per_batch` sets their number."""
+TURN = 0.5
+"""Seconds for which a client may run two requests more than one that waits, until one of them gives way."""
 
 
 # The pool.
@@ -680,6 +682,8 @@ class CompressedProcessor(ContinuousBatchProcessor):
     to its pages."""
 
     cache: CompressedPagedCache
+    _unequal: float | None = None
+    """Since when a client waits that runs fewer requests than another."""
     NO_ROOM = "No requests can be scheduled and no requests can be offloaded."
     """transformers' error for a request that does not fit into an empty pool."""
 
@@ -694,8 +698,29 @@ class CompressedProcessor(ContinuousBatchProcessor):
         if isinstance(self.logit_processor, Sampling):
             self.do_sample = self.model_runner.do_sample = False  # the logits processors draw the tokens
 
+    def _give_way(self) -> None:
+        """Lets the newest request of the client that runs the most wait, if another client waits and runs at least two fewer. It goes on
+        from its pages, or from its tokens."""
+        scheduler, now = self.scheduler, time.monotonic()
+        held = Counter(map(client_of, scheduler.active_requests.values()))
+        ((most, count),) = held.most_common(1) or [(None, 0)]
+        if count < 2 + min((held[client_of(state)] for state in scheduler.waiting_requests.values()), default=count):
+            self._unequal = None
+            return
+        self._unequal = self._unequal or now
+        if now - self._unequal < TURN:
+            return
+        self._unequal, scheduler.block_new_requests = now, False
+        state: Any = next(state for state in reversed(scheduler.active_requests.values()) if client_of(state) == most)
+        again = state.create_equivalent_initial_request()
+        state._status = RequestStatus.FINISHED  # as of preempted requests: ignores the result of a step that still runs
+        self.cache.counters.preemptions += 1
+        scheduler.finish_request(state.request_id)
+        scheduler.add_waiting_request(again)
+
     def prepare_next_batch(self) -> bool:
         self.cache.release_copied()
+        self._give_way()
         while True:
             try:
                 return super().prepare_next_batch()

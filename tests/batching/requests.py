@@ -56,7 +56,7 @@ def serving(network, new: int = NEW, **options):
         manager.stop()
 
 
-PATIENCE = 20
+PATIENCE = 600
 """Seconds until what does not happen is a failure. No test passes or fails by the speed of the machine."""
 
 

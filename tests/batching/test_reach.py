@@ -19,7 +19,7 @@ pytest.importorskip("openai")
 if not BATCHING:
     pytest.skip("continuous batching needs transformers 5.24", allow_module_level=True)
 
-from qkvcache.batching import gate  # noqa: E402
+from qkvcache.batching import gate, transformers_adapter  # noqa: E402
 from qkvcache.batching import server as serving  # noqa: E402
 from qkvcache.batching.requests import StopStrings  # noqa: E402
 from tests.batching.requests import PATIENCE, listening, until, waiting  # noqa: E402
@@ -253,6 +253,18 @@ def test_clients_take_turns(server):
     assert all(clients.index(second) <= 1 for clients in order if second in clients)
 
 
+def test_a_client_gives_way_to_another(monkeypatch):
+    """Its requests fill the pool, and have thousands of tokens to go."""
+    monkeypatch.setattr(transformers_adapter, "TURN", 0.0)
+    with ending(api_keys=KEYS, cb_num_blocks=2) as (server, _), ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(ask, server, max_tokens=100) for _ in range(2)]
+        assert until(lambda: server.metrics().running == 2)
+        assert ask(server, key=KEYS[1])[0] == 200 and not any(future.done() for future in asked)
+        answers = [future.result()[1] for future in asked]
+        assert server.metrics().preemptions
+    assert {answer["usage"]["completion_tokens"] for answer in answers} == {100}
+
+
 # Connections.
 
 
@@ -296,7 +308,7 @@ def test_more_connections_close_the_idle_ones(server):
 @contextmanager
 def ending(**options):
     """A server of its own, and what its `run` raises."""
-    started, raised = serving.Server("demo", {"format": "int8"}, metrics_interval=0, **OPTIONS, **options), []
+    started, raised = serving.Server("demo", {"format": "int8"}, metrics_interval=0, **OPTIONS | options), []
 
     def run() -> None:
         try:
@@ -333,6 +345,7 @@ def test_a_worker_that_hangs_does_not_hold_the_server(monkeypatch):
         assert until(lambda: server.hung)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_worker_that_exits_ends_the_server(monkeypatch):
     with ending(grace_seconds=PATIENCE) as (server, raised):
         monkeypatch.setattr(server._model, "forward", lambda **_: sys.exit())
