@@ -3,8 +3,8 @@
     qkvcache serve smollm2 --format turboquant_4bit_nc --port 8000
     python examples/serve_client.py --model smollm2 "Name three fruits." "What is the capital of France?"
 
-Any OpenAI-compatible client does as well: the address is `http://HOST:PORT/v1`. The API key is that of QKVCACHE_API_KEY; a server without keys
-accepts any.
+Any OpenAI-compatible client does as well: the address is `http://HOST:PORT/v1`. The API key is that of QKVCACHE_API_KEY; a server
+without keys accepts any.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Who may reach `qkvcache serve`, and what strangers can make it do: keys, sizes, waiting requests, connections, a worker that hangs."""
 
+import asyncio
 import http.client
 import json
 import socket
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from hashlib import sha256
@@ -27,7 +29,7 @@ from tests.batching.requests import PATIENCE, listening, until, waiting  # noqa:
 OPTIONS = {"host": "127.0.0.1", "port": 0, "device": "cpu", "dtype": "float32", "cb_num_blocks": 16, "cb_max_batch_tokens": 512}
 KEYS = "first-key", "second-key"
 LIMITS = gate.Limits(max_waiting=8, max_waiting_per_client=4, max_n=2, max_connections=12, read_seconds=0.5)
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,8 @@ def ask(server, path: str = COMPLETIONS, key: str | None = KEYS[0], body: bytes 
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
         connection.request("POST" if fields or body else "GET", path, data if fields or body else None, headers)
         answer = connection.getresponse()
-        return answer.status, json.loads(answer.read() or b"{}"), answer.headers
+        text = answer.read().decode()
+        return answer.status, text if text.startswith("data: ") else json.loads(text or "{}"), answer.headers
     finally:
         connection.close()
 
@@ -190,6 +193,36 @@ def test_a_prompt_is_made_once_and_not_in_the_event_loop(server, monkeypatch):
     assert len(threads) == 2 and all(name.startswith("render") for name in threads)
 
 
+WIDE = {f"a{i}": 1 for i in range(9000)}
+WORST = [
+    (COMPLETIONS, {"prompt": "A b " * 30_000, "n": 2}),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 20, "stop": [letter * 255 + "!" for letter in "ae t"], "stream": True}),
+    (COMPLETIONS, {"prompt": "a" * 30_000, "stop": "a" * 90_000}),
+    (CHAT, {"messages": [{"role": "a", "content": ""}] * 4000}),
+    (CHAT, {"messages": [{"role": "a", "content": [{"type": "text", "text": ""}] * 3500}]}),
+    (CHAT, {"messages": [{"role": "a", "content": "", "x": [[]] * 30}] * 800}),
+    (CHAT, {"messages": [{"role": "a", "content": ""}], "tools": [{"function": WIDE}]}),
+    (CHAT, {"messages": [{"role": "a", "content": "A"}], "metadata": WIDE}),
+    (CHAT, WIDE),
+    (RESPONSES, {"input": [{"type": "function_call"}] * 3000}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), WORST)
+def test_no_field_takes_long_in_the_event_loop(server, monkeypatch, path, fields):
+    """A tenth of a second of the processor at once, which is less than it would take to tokenize these prompts for each answer."""
+    longest, stock = [0.0], asyncio.Handle._run
+
+    def timed(handle):
+        begin = time.thread_time()
+        stock(handle)
+        longest.append(time.thread_time() - begin)
+
+    monkeypatch.setattr(asyncio.Handle, "_run", timed)
+    assert ask(server, path, **{"max_output_tokens" if path == RESPONSES else "max_tokens": 1} | fields)[0] in (200, 400)
+    assert max(longest) < 0.1
+
+
 def test_stop_strings_are_found_in_the_last_tokens():
     tokenizer = models.load("demo")[1]
     decoded, stock = [], tokenizer.decode
@@ -257,12 +290,12 @@ def test_a_client_gives_way_to_another(monkeypatch):
     """Its requests fill the pool, and have thousands of tokens to go."""
     monkeypatch.setattr(transformers_adapter, "TURN", 0.0)
     with ending(api_keys=KEYS, cb_num_blocks=2) as (server, _), ThreadPoolExecutor(2) as threads:
-        asked = [threads.submit(ask, server, max_tokens=100) for _ in range(2)]
+        asked = [threads.submit(ask, server, max_tokens=60) for _ in range(2)]
         assert until(lambda: server.metrics().running == 2)
         assert ask(server, key=KEYS[1])[0] == 200 and not any(future.done() for future in asked)
         answers = [future.result()[1] for future in asked]
         assert server.metrics().preemptions
-    assert {answer["usage"]["completion_tokens"] for answer in answers} == {100}
+    assert {answer["usage"]["completion_tokens"] for answer in answers} == {60}
 
 
 # Connections.
