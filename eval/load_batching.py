@@ -31,11 +31,10 @@ from transformers import GenerationConfig
 from qkvcache import CompressedCache, demo, models
 from qkvcache.batching.gate import Limits
 from qkvcache.batching.server import Server
-from qkvcache.formats import TurboQuant
 from qkvcache.releases import passing
 
-CACHE = {"format": TurboQuant(center=False), "residual_length": 16}
-"""A format without a mean, which would be that of the first prompts for all."""
+CACHE = {"format": "identity", "residual_length": 16}
+"""Exact, so that a request which gave way to another, and a prompt that a full step cut in two, have the answers that they have alone."""
 NEW = (1, 4, 8)
 """Tokens of answers."""
 LEAVE_AT = 300

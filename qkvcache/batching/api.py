@@ -95,6 +95,11 @@ class Front:
             await exchange.run(scope, receive, send)
 
 
+def schema_of(fields: Fields) -> dict | None:
+    """The JSON schema that answers follow; None: any text does."""
+    return getattr(fields, "schema_of_answer", None)
+
+
 class Exchange:
     """A request and its answers."""
 
@@ -162,16 +167,20 @@ class Exchange:
     @property
     def _body(self) -> dict[str, Any]:
         """What the handlers of transformers get."""
-        handled = {"n", "stream_options", "user", "metadata"} | (BY_BATCH if self.server.options_by_batch else {"stop"})
+        handled = {"n", "stream_options", "user", "metadata", "response_format"} | (BY_BATCH if self.server.options_by_batch else {"stop"})
         return self.fields.model_dump(exclude=handled, exclude_unset=True) | {"stream": self.fields.stream}
 
     async def _rendered(self) -> Any:
-        """The prompt of all choices."""
+        """The prompt of all choices, which get their grammar."""
         ASKED.set(Asked(self.id))
         try:
             await self.handler.handle_request(self._body, self.id)
         except Unrendered as found:
-            return await self.server.render(self.client, found.call)
+            prompt, grammar = await self.server.render(self.client, found.call, schema_of(self.fields))
+        for choice in self.choices:
+            if grammar is not None:
+                choice.asked.options["grammar"] = grammar.copy()
+        return prompt
 
     async def _handle(self, choice: Choice, prompt: asyncio.Task) -> None:
         """Runs the handler of transformers for a choice."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
@@ -105,6 +105,24 @@ def _listed(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
+class JsonSchema(BaseModel, extra="forbid", strict=True):
+    name: Annotated[str, Field(max_length=64)]
+    description: str | None = None
+    strict: bool | None = None
+    given: Annotated[dict, Field(alias="schema")]
+
+
+class ResponseFormat(BaseModel, extra="forbid", strict=True):
+    type: Literal["json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with the type json_schema")
+        return self
+
+
 Count = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
@@ -169,6 +187,14 @@ class Chat(Samples):
     max_completion_tokens: Count | None = None
     tools: Tools | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def schema_of_answer(self) -> dict | None:
+        """The JSON schema that answers follow, if any."""
+        if (wanted := self.response_format) is None:
+            return None
+        return {"type": "object"} if wanted.json_schema is None else wanted.json_schema.given
 
 
 class Response(Fields):

@@ -60,17 +60,18 @@ class Renderer:
         self._threads = ThreadPoolExecutor(THREADS, "render")
         self._turns: WeakValueDictionary[str | None, asyncio.Lock] = WeakValueDictionary()
 
-    async def render(self, model: Any, client: str | None, call: Callable[[], Any]) -> Any:
-        """What `call` returns. Raises what it raises, and what `check_prompt` does."""
+    async def run(self, client: str | None, call: Callable[[], Any]) -> Any:
+        """What `call` returns. Raises what it raises."""
         turn = self._turns.setdefault(client, asyncio.Lock())
         async with turn:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, _checked, model, call)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _checked(model: Any, call: Callable[[], Any]) -> Any:
+def made(model: Any, call: Callable[[], Any]) -> Any:
+    """The prompt that `call` makes. Raises what it raises, and what `check_prompt` does."""
     inputs = call()
     ids = inputs["input_ids"]
     check_prompt(model.config, ids if isinstance(ids, list) else ids[0].tolist(), None)

@@ -45,8 +45,9 @@ from . import api
 from .context import Batching, continuous_batching
 from .fields import UNSUPPORTED, Chat, Completion, Fields, Refusal, Response
 from .gate import OPEN, Gate, Keys, Limits, connections
+from .grammars import Grammar, Grammars
 from .metrics import Metrics, Observed, prometheus
-from .prompts import Processor, Renderer
+from .prompts import Processor, Renderer, made
 from .requests import ASKED, Asked, check_prompt
 
 TEXTS = "text", "input_text", "output_text"
@@ -70,6 +71,8 @@ class Server(Serve):
         store: a folder in which pages survive the server (`continuous_batching(store=)`); None: they end with it.
         store_bytes: the most bytes of the folder. A tenth of them is the most bytes of pages in host memory.
         store_time_to_live: seconds after their last use for which pages are kept in the folder and in host memory; None: for ever.
+        structured_outputs: whether requests may ask for answers that follow a JSON schema (`response_format`). A step is then prepared when
+            the step before has ended, and on a GPU no steps are captured as graphs, which takes time.
         api_keys: keys of which a request must have one (`Authorization: Bearer KEY`). Empty: everybody may call, where `no_api_key` says so
             or `host` is this machine.
         limits: what clients may ask for.
@@ -77,7 +80,7 @@ class Server(Serve):
             Continuous batching is on unless `continuous_batching=False`: requests then run one after the other.
 
     Raises:
-        ImportError: the packages of the extra `serve` are missing.
+        ImportError: the packages of the extra `serve`, or of `structured`, are missing.
         ValueError, NotImplementedError: the errors of `Keys`, of `continuous_batching` and of `PrefixStore`, before the server
         listens.
     """
@@ -92,6 +95,7 @@ class Server(Serve):
         store: str | Path | None = None,
         store_bytes: int = 50 * 10**9,
         store_time_to_live: float | None = None,
+        structured_outputs: bool = False,
         api_keys: Sequence[str] = (),
         no_api_key: bool = False,
         limits: Limits | None = None,
@@ -102,6 +106,10 @@ class Server(Serve):
         if store is not None and not continuous_batching:
             raise ValueError(f"store={str(store)!r} without continuous batching, which it holds the pages of: leave one of them out")
         self.limits, self.keys = limits or Limits(), Keys(api_keys, host, no_api_key)
+        if structured_outputs and not continuous_batching:
+            raise ValueError("structured_outputs=True without continuous batching, whose steps take the grammars: leave one of them out")
+        self._structured = structured_outputs
+        self.grammars: Grammars | None = None
         self.batching: Batching | None = None
         self.tokenizer: PreTrainedTokenizerBase
         self.max_body_bytes = 0
@@ -215,9 +223,13 @@ class Server(Serve):
             after = str(min(max(ceil(self.observed.seconds["time_to_first_token"].mean), 1), 60))
             raise Refusal(message, status=429, code="rate_limit_exceeded", headers={"retry-after": after})
 
-    async def render(self, client: str | None, call: Callable[[], Any]) -> Any:
-        """A prompt, made by `call` in a thread."""
-        return await self._renderer.render(self._model, client, call)
+    async def render(self, client: str | None, call: Callable[[], Any], schema: dict | None) -> tuple[Any, Grammar | None]:
+        """A prompt, made by `call`, and the grammar of its answers, in a thread."""
+
+        def run() -> tuple[Any, Grammar | None]:
+            return made(self._model, call), None if schema is None or self.grammars is None else self.grammars.of(schema)
+
+        return await self._renderer.run(client, run)
 
     def check(self, fields: Fields) -> None:
         """Raises Refusal for what this server cannot serve."""
@@ -228,6 +240,8 @@ class Server(Serve):
             raise Refusal(f"n={n}: at most {self.limits.max_n}", "n")
         if fields.seed is not None and not self.options_by_batch:
             raise Refusal("seed is not supported without continuous batching", "seed", code=UNSUPPORTED)
+        if api.schema_of(fields) is not None and self.grammars is None:
+            raise Refusal("response_format is not supported without --structured-outputs", "response_format", code=UNSUPPORTED)
         tools = getattr(fields, "tools", None)
         if tools and "tools" not in (self.tokenizer.get_chat_template(tools=tools) or ""):
             raise Refusal("tools are not supported: the model's chat template has none", "tools", code=UNSUPPORTED)
@@ -263,6 +277,9 @@ class Server(Serve):
         if self.options_by_batch:
             config = state._cb_config = state._cb_config or ContinuousBatchingConfig()
             config.per_request_processors = True
+            if self._structured:
+                self.grammars = Grammars(self.tokenizer, model.config.get_text_config(decoder=True).vocab_size)
+                config.use_async_batching = config.use_cuda_graph = False
             config.default_compile_level = config.default_compile_level or int(state._compile)
             # Uses the model's own generation config: transformers would use the first request's for all.
             state.get_manager(name, use_cb=True).init_cb(model, copy.deepcopy(model.generation_config))

@@ -35,6 +35,7 @@ from ..prefix import PrefixStore
 from ..prefix.pages import StoredPages
 from ..releases import LAST_TESTED, warn_if_newer
 from .attention import NAME, NewKV, paged_attention
+from .grammars import Grammar, masked
 from .layout import PAGE_ALIGNMENT, BlockLayout
 from .metrics import Metrics
 from .requests import ASKED, Asked, StopStrings, check_prompt
@@ -516,6 +517,7 @@ class Request(RequestState):
 
     stop: StopStrings | None = None
     asked: Asked | None = None
+    grammar: Grammar | None = None
     cached_tokens: int | None = None
     """The number of cached tokens of its prompt; None until the prompt is read."""
 
@@ -523,6 +525,9 @@ class Request(RequestState):
         if self.asked is not None and not self.asked.first_token:
             self.asked.first_token = time.perf_counter()
         done = super().update_and_check_completion(token_id, logprob)
+        if not done and self.grammar is not None and self.grammar.ends_with(token_id):
+            self.status = RequestStatus.FINISHED
+            return True
         if done or self.stop is None:
             return done
         # A preempted request has its first generated tokens at the end of its prompt.
@@ -540,7 +545,7 @@ class Request(RequestState):
     def create_equivalent_initial_request(self) -> Request:
         state: Any = super().create_equivalent_initial_request()
         state.__class__ = Request
-        state.stop, state.asked, state.cached_tokens = self.stop, self.asked, self.cached_tokens
+        state.stop, state.asked, state.grammar, state.cached_tokens = self.stop, self.asked, self.grammar, self.cached_tokens
         return state
 
 
@@ -599,12 +604,15 @@ class Sampling(ContinuousBatchingLogitsProcessorList):
     A batch leaves out what none of its requests needs: sorting vocabularies for top_p takes long.
     """
 
-    def __init__(self, config: GenerationConfig):
+    def __init__(self, config: GenerationConfig, vocab_size: int):
         super().__init__(LogitsProcessorList())
+        self.vocab_size = vocab_size
         self.supported_keys = {"temperature": float, "top_p": float, "seed": int}
         self.default, self.tensors_required, self.do_processing = config, len(self.supported_keys), True
         self._top_k = TopKLogitsWarper(config.top_k) if config.top_k else None
         self._top_p = ContinuousBatchingTopPLogitsWarper(TopPLogitsWarper(1.0))
+        self.masks: Tensor | None = None
+        """The tokens that the latest batch may have, if a request has a grammar: int32 `[B, vocabulary / 32]`."""
         self.needed = [False] * self.tensors_required
         """Whether the latest batch needs temperatures, top_p, and noise."""
 
@@ -614,6 +622,7 @@ class Sampling(ContinuousBatchingLogitsProcessorList):
     def prepare_tensor_args(self, requests_in_batch: list[FutureRequestState], arg_storage: Tensor) -> Tensor:
         states = [request.state for request in requests_in_batch if request.has_new_token]
         options = [GREEDY | state.logit_processor_kwargs for state in states]
+        self._mask([getattr(state, "grammar", None) for state in states])
         self.needed = [any(given[name] != GREEDY[name] for given in options) for name in self.supported_keys]
         if any(self.needed):
             children = [state.request_id.partition("__child#")[2] for state in states]
@@ -623,7 +632,18 @@ class Sampling(ContinuousBatchingLogitsProcessorList):
             arg_storage[:, : len(states)] = torch.stack([*real, torch.tensor(keys, dtype=torch.int32, device="cpu")])
         return arg_storage
 
+    def _mask(self, grammars: list[Grammar | None]) -> None:
+        self.masks = None
+        if any(grammars):
+            masks = torch.full((len(grammars), -(-self.vocab_size // 32)), -1, dtype=torch.int32, device="cpu")
+            for row, grammar in zip(masks, grammars, strict=True):
+                if grammar is not None:
+                    grammar.mask(row)
+            self.masks = masks
+
     def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:
+        if self.masks is not None:  # only where steps are not captured and follow each other (`add_request`)
+            scores = torch.cat([masked(scores[: len(self.masks)], self.masks.to(scores.device)), scores[len(self.masks) :]])
         temperature, top_p, keys = logits_processor_args[:, : len(scores)]
         if self.needed[0]:
             scores = scores / temperature.view(torch.float32)[:, None]
@@ -780,7 +800,9 @@ class CompressedManager(ContinuousBatchingManager):
         if asked.per_request_processors:
             if asked.return_logprobs:
                 raise NotImplementedError("return_logprobs with per_request_processors: they would be those of the noise")
-            self.logit_processor: ContinuousBatchingLogitsProcessorList = Sampling(generation_config)
+            self.logit_processor: ContinuousBatchingLogitsProcessorList = Sampling(
+                generation_config, model.config.get_text_config(decoder=True).vocab_size
+            )
             if asked.max_memory_percent is None and on_cuda:
                 config.max_memory_percent = 0.8  # transformers' share where logits are processed
         self._issued: set[str] = set()
@@ -849,8 +871,9 @@ class CompressedManager(ContinuousBatchingManager):
         """Adds a request. Its answer ends at the model's last position at the latest.
 
         Args:
-            options: `stop`, the `StopStrings` that end the answer, which includes their tokens; and `temperature`, `top_p` and `seed` of
-                this request, if the config has `per_request_processors`.
+            options: `stop`, the `StopStrings` that end the answer, which includes their tokens; `temperature`, `top_p` and `seed` of this
+                request, if the config has `per_request_processors`; `grammar`, the `Grammar` that the answer follows, if the config has
+                neither `use_async_batching` nor `use_cuda_graph` then.
 
         Raises:
             ValueError, TypeError: a prompt that `check_prompt` refuses, or options that the manager does not have; nothing is added.
@@ -870,8 +893,14 @@ class CompressedManager(ContinuousBatchingManager):
             self._issued.discard(request_id)
         else:
             self._check_unused(request_id)
-        stop = options.pop("stop", None)
+        stop, grammar = options.pop("stop", None), options.pop("grammar", None)
         try:
+            config = self.continuous_batching_config
+            ahead = config.use_async_batching or any(config.cuda_graph_booleans)
+            if grammar is not None and (ahead or not isinstance(self.logit_processor, Sampling)):
+                raise ValueError(
+                    "grammar= needs a config with per_request_processors=True, use_async_batching=False and use_cuda_graph=False"
+                )
             wanted = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
             tokens, most = check_prompt(self.model.config, input_ids, wanted)
             if isinstance(self.logit_processor, Sampling):
@@ -894,7 +923,7 @@ class CompressedManager(ContinuousBatchingManager):
             streaming=streaming,
             logit_processor_kwargs=options,
         )
-        state.stop, state.asked = stop, asked
+        state.stop, state.asked, state.grammar = stop, asked, grammar
         if asked is not None:
             asked.admitted, asked.max_new_tokens = True, most
         self.input_queue.put(state, timeout=10)

@@ -22,6 +22,9 @@ ApiKeys = Annotated[
     ),
 ]
 NoApiKey = Annotated[bool, typer.Option("--no-api-key", help="Serve everybody, where --host is not this machine.")]
+StructuredOutputs = Annotated[
+    bool, typer.Option("--structured-outputs", help="Take response_format with a JSON schema; steps of a GPU are then slower.")
+]
 MaxWaiting = Annotated[int, typer.Option(help="Answers that wait for their first token, of all clients; more get 429.", min=1)]
 MaxWaitingPerClient = Annotated[int, typer.Option(help="Those of one API key or, without keys, of one address.", min=1)]
 MaxN = Annotated[int, typer.Option(help="Answers of one request, its `n`.", min=1)]
@@ -60,6 +63,7 @@ def serve(
         float | None, typer.Option(help="Seconds after their last use for which pages are kept in the folder; for ever by default.", min=1)
     ] = None,
     grace_seconds: Annotated[float, typer.Option(help="Seconds that running requests have after SIGTERM or Ctrl-C.", min=0)] = 20.0,
+    structured_outputs: StructuredOutputs = False,
     api_key: ApiKeys = None,
     no_api_key: NoApiKey = False,
     max_waiting: MaxWaiting = 512,
@@ -86,6 +90,7 @@ def serve(
         body = int(bytes_of(max_body_bytes, "--max-body-bytes") or 0) or None
         limits = Limits(max_waiting, max_waiting_per_client, max_n, body, max_connections, read_seconds, stall_seconds)
         called: dict[str, Any] = {"api_keys": api_key or (), "no_api_key": no_api_key, "limits": limits}
+        called["structured_outputs"] = structured_outputs
         cache = {"format": format, "num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
         cache |= {"attention_budget": budget_of(attention_budget, "--attention-budget"), "offload_pages": offload_pages}
         size = int(bytes_of(store_bytes, "--store-bytes") or 0)
