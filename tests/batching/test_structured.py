@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from typer.testing import CliRunner
 
-from qkvcache import demo, models
+from qkvcache import continuous_batching, demo, models
 from qkvcache.cli import app
 from tests.releases import BATCHING
 
@@ -48,7 +48,8 @@ def client(tmp_path_factory):
 def chat(client, said: str, schema: dict | None = SCHEMA, **options):
     wanted = {} if schema is None else {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
     model = client.models.list().data[0].id
-    return client.chat.completions.create(model=model, messages=[{"role": "user", "content": said}], max_tokens=200, **wanted, **options)
+    tokens = 10 if schema is None else 80
+    return client.chat.completions.create(model=model, messages=[{"role": "user", "content": said}], max_tokens=tokens, **wanted, **options)
 
 
 def follows(text: str) -> bool:
@@ -73,12 +74,10 @@ def test_any_object_is_json(client):
     model = client.models.list().data[0].id
     said = [{"role": "user", "content": "A"}]
     answer = client.chat.completions.create(
-        model=model, messages=said, max_tokens=400, temperature=2, seed=1, response_format={"type": "json_object"}
+        model=model, messages=said, max_tokens=30, temperature=2, seed=1, response_format={"type": "json_object"}
     )
-    choice = answer.choices[0]
-    assert choice.message.content.startswith("{") and (
-        choice.finish_reason == "length" or isinstance(json.loads(choice.message.content), dict)
-    )
+    text = answer.choices[0].message.content
+    assert text.startswith("{") and (answer.choices[0].finish_reason == "length" or isinstance(json.loads(text), dict))
 
 
 @pytest.mark.parametrize("schema", [{"type": "nope"}, {"$ref": "http://127.0.0.1/"}, {"type": "string", "pattern": "("}])
@@ -89,16 +88,10 @@ def test_schemas_that_are_not_supported_are_refused(client, schema):
 
 
 def test_a_config_that_prepares_steps_ahead_takes_no_grammar():
-    with llama_running() as manager, pytest.raises(ValueError, match="use_async_batching=False"):
-        manager.add_request(prompts(5)[0], grammar=object())
-
-
-def llama_running():
-    from qkvcache import continuous_batching
-
     network = llama()
-    continuous_batching(network, format="int8")
-    return running(network)
+    refused = pytest.raises(ValueError, match="use_async_batching=False")
+    with continuous_batching(network, format="int8"), running(network) as manager, refused:
+        manager.add_request(prompts(5)[0], grammar=object())
 
 
 def test_grammars_need_batches():
