@@ -14,9 +14,15 @@ from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
+from transformers.utils.chat_parsing import ResponseParser
+
 from .requests import ASKED, check_prompt
 
 THREADS = 4
+TAIL = 64
+"""Tokens at the end of a prompt in which a template begins the answer, such as `<|im_start|>assistant` and `<think>`."""
+PIECE = 16
+"""Characters of an answer that transformers' parser gets at once: its time grows with the square of their number."""
 
 
 class Unrendered(Exception):  # noqa: N818  it is no error
@@ -39,6 +45,18 @@ class Processor:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _prompt(partial(self._processor, *args, **kwargs))
+
+    def decode(self, ids: Any, **kwargs: Any) -> Any:
+        """As the tokenizer does. Handlers decode a prompt without options: its end alone, since they parse it all if it has no beginning of
+        an answer, in time that grows with the square of its length."""
+        return self._processor.decode(ids if kwargs or ASKED.get() is None else ids[-TAIL:], **kwargs)
+
+    def parse_response(self, ids: Any, template: Any, prefix: str, tools: Any = None) -> dict:
+        """The message of an answer, as the tokenizer parses it, in time that grows with its length."""
+        parser, text = ResponseParser(template, prefix=prefix, tools=tools), self._processor.decode(ids)
+        for begin in range(0, len(text), PIECE):
+            parser.feed(text[begin : begin + PIECE])
+        return parser.finalize()[0]
 
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
         return _prompt(partial(self._processor.apply_chat_template, *args, **kwargs))
@@ -67,7 +85,7 @@ class Renderer:
             return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(cancel_futures=True)
 
 
 def made(model: Any, call: Callable[[], Any]) -> Any:

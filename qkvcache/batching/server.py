@@ -396,15 +396,17 @@ def _configured(model: PreTrainedModel, inputs: dict, config: GenerationConfig) 
 
 def parts_of(fields: Fields) -> list[dict]:
     """The parts of all messages, and of the outputs of functions."""
-    items = [message.model_dump() for message in getattr(fields, "messages", ())] + list(getattr(fields, "input", ()))
-    contents = [item.get(name) for item in items if isinstance(item, dict) for name in ("content", "output")]
+    given = getattr(fields, "input", ())
+    contents = [message.content for message in getattr(fields, "messages", ())]
+    contents += [item.get(name) for item in given if isinstance(given, list) for name in ("content", "output")]
     return [part if isinstance(part, dict) else {} for content in contents if isinstance(content, list) for part in content]
 
 
 def carries_its_data(part: dict) -> bool:
     """Whether an image, a video or a sound is in the request itself: transformers fetches other URLs, and opens files."""
-    value = part.get("image_url" if part.get("type") == "input_image" else part.get("type") or "")
-    if part.get("type") == "input_audio":
+    kind = str(part.get("type"))
+    value = part.get("image_url" if kind == "input_image" else kind)
+    if kind == "input_audio":
         return isinstance(value, dict) and isinstance(value.get("data"), str) and isinstance(value.get("format"), str)
     url = value.get("url") if isinstance(value, dict) else value
     return isinstance(url, str) and url.startswith("data:")

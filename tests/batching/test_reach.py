@@ -21,9 +21,11 @@ pytest.importorskip("openai")
 if not BATCHING:
     pytest.skip("continuous batching needs transformers 5.24", allow_module_level=True)
 
-from qkvcache.batching import gate, transformers_adapter  # noqa: E402
+from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS  # noqa: E402
+
+from qkvcache.batching import gate, prompts, transformers_adapter  # noqa: E402
 from qkvcache.batching import server as serving  # noqa: E402
-from qkvcache.batching.requests import StopStrings  # noqa: E402
+from qkvcache.batching.requests import ASKED, Asked, StopStrings  # noqa: E402
 from tests.batching.requests import PATIENCE, listening, until, waiting  # noqa: E402
 
 OPTIONS = {"host": "127.0.0.1", "port": 0, "device": "cpu", "dtype": "float32", "cb_num_blocks": 16, "cb_max_batch_tokens": 512}
@@ -191,6 +193,24 @@ def test_a_prompt_is_made_once_and_not_in_the_event_loop(server, monkeypatch):
         status, _, _ = ask(server, **fields)
         assert status == (200 if "n" in fields else 400)
     assert len(threads) == 2 and all(name.startswith("render") for name in threads)
+
+
+def test_answers_are_parsed_in_pieces_after_a_prompts_end():
+    """transformers parses a prompt whole, and an answer at once: half a minute for 500 kB without a beginning of an answer."""
+    tokenizer = models.load("demo")[1]
+    seen = prompts.Processor(tokenizer)
+    ids = tokenizer("A b " * 5000)["input_ids"]
+    token = ASKED.set(Asked("a"))
+    try:
+        assert seen.decode(ids) == tokenizer.decode(ids[-64:])
+        assert seen.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids, skip_special_tokens=True)
+    finally:
+        ASKED.reset(token)
+    template = next(template for types, template in _RESPONSE_TEMPLATE_FALLBACKS.items() if "qwen3" in types)
+    for text in ('<think>A b</think>C d\n<tool_call>{"name": "a", "arguments": {"b": 1}}</tool_call>', "A  b \n c", "<think>A"):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        prefix = "<|im_start|>assistant\n"
+        assert seen.parse_response(ids, template, prefix=prefix) == tokenizer.parse_response(ids, template, prefix=prefix)
 
 
 WIDE = {f"a{i}": 1 for i in range(9000)}
