@@ -554,6 +554,10 @@ def client_of(state: RequestState) -> str | None:
     return None if asked is None else asked.client
 
 
+def running_by_client(active: dict[str, RequestState]) -> Counter[str | None]:
+    return Counter(map(client_of, active.values()))
+
+
 class Requests:
     """A mixin for schedulers: clients take turns, requests know how many of their tokens were cached, and cancelled requests are dropped
     completely."""
@@ -569,12 +573,13 @@ class Requests:
 
     def _get_waiting_candidates(self) -> list[RequestState]:
         """The waiting requests whose stored pages have been fetched. A client that has fewer requests running or before goes first."""
-        held = Counter(map(client_of, self.active_requests.values()))
-        ranked = []
-        for state in super()._get_waiting_candidates():  # type: ignore[misc]
-            ranked.append((held[client_of(state)], state))
-            held[client_of(state)] += 1
-        states = [state for _, state in sorted(ranked, key=itemgetter(0))]
+        states = super()._get_waiting_candidates()  # type: ignore[misc]
+        if len(states) > 1:
+            held, ranked = running_by_client(self.active_requests), []
+            for state in states:
+                ranked.append((held[client_of(state)], state))
+                held[client_of(state)] += 1
+            states = [state for _, state in sorted(ranked, key=itemgetter(0))]
         if self.cache.sessions is None:
             return states
         fetched = self.cache.sessions.fetched([state.request_id for state in states])
@@ -722,9 +727,9 @@ class CompressedProcessor(ContinuousBatchProcessor):
         """Lets the newest request of the client that runs the most wait, if another client waits and runs at least two fewer. It goes on
         from its pages, or from its tokens."""
         scheduler, now = self.scheduler, time.monotonic()
-        held = Counter(map(client_of, scheduler.active_requests.values()))
+        held = running_by_client(scheduler.active_requests)
         ((most, count),) = held.most_common(1) or [(None, 0)]
-        if count < 2 + min((held[client_of(state)] for state in scheduler.waiting_requests.values()), default=count):
+        if count < 2 + min(held[client_of(state)] for state in scheduler.waiting_requests.values()):
             self._unequal = None
             return
         self._unequal = self._unequal or now
@@ -740,7 +745,8 @@ class CompressedProcessor(ContinuousBatchProcessor):
 
     def prepare_next_batch(self) -> bool:
         self.cache.release_copied()
-        self._give_way()
+        if self.scheduler.waiting_requests:
+            self._give_way()
         while True:
             try:
                 return super().prepare_next_batch()
