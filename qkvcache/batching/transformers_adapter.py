@@ -747,6 +747,8 @@ class CompressedProcessor(ContinuousBatchProcessor):
         self.cache.release_copied()
         if self.scheduler.waiting_requests:
             self._give_way()
+        else:
+            self._unequal = None
         while True:
             try:
                 return super().prepare_next_batch()
