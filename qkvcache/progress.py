@@ -1,4 +1,4 @@
-"""How far long work is, on stderr: a bar on a terminal, elsewhere a line every ten seconds."""
+"""How far long work is, on stderr: a bar on a terminal, elsewhere a line every ten seconds, with the share that is done."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def progress(task: str, shown: bool = True) -> Iterator[Callable[[int, int], Non
             number = bar.add_task(task, total=None)
             yield lambda done, total: bar.update(number, completed=done, total=total)
     else:
-        begin, ended, steps = time.monotonic(), threading.Event(), [""]
+        begin, ended, share = time.monotonic(), threading.Event(), [""]
 
         def write() -> None:
             while not ended.wait(SECONDS):
-                print(f"{task}: {steps[0]}{time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+                print(f"{task}: {share[0]}{time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
         writer = threading.Thread(target=write, daemon=True)
         writer.start()
         try:
-            yield lambda done, total: steps.__setitem__(0, f"{done} of {total}, ")
+            yield lambda done, total: share.__setitem__(0, f"{done / total:.0%}, ")
         finally:
             ended.set()
             writer.join()

@@ -19,7 +19,7 @@ def test_a_line_at_intervals_without_a_terminal(capsys):
         time.sleep(0.08)
     out, err = capsys.readouterr()
     lines = err.splitlines()
-    assert not out and lines[0].startswith("reading: 0 of 2, 0 s") and any(line.startswith("reading: 1 of 2, ") for line in lines)
+    assert not out and lines[0].startswith("reading: 0%, 0 s") and any(line.startswith("reading: 50%, ") for line in lines)
     assert lines[-1].startswith("loading: 0 s")
     time.sleep(0.08)
     assert not capsys.readouterr().err  # it ends with its context
