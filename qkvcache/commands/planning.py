@@ -141,7 +141,9 @@ def _gpus(memory: str | None, tensor_parallel: int | None) -> dict[str, Any]:
     several = re.fullmatch(r"\s*(\d+)\s*x\s*(.*)", memory or "")
     count, size = (int(several[1]), several[2]) if several else (tensor_parallel or 1, memory)
     if count < 1 or tensor_parallel not in (None, count):
-        raise typer.BadParameter(f"{memory!r} with --tensor-parallel {tensor_parallel}: one number of GPUs, from 1 on", param_hint="--gpu-memory")
+        raise typer.BadParameter(
+            f"{memory!r} with --tensor-parallel {tensor_parallel}: one number of GPUs, from 1 on", param_hint="--gpu-memory"
+        )
     return {"gpu_memory": bytes_of(size, "--gpu-memory"), "tensor_parallel": count}
 
 

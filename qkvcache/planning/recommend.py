@@ -203,7 +203,11 @@ def recommend(
     if len(tried) > 1 and found.fits:
         reasons.append(f"{tried[-2][0].call} would not hold {batch} such request{'s' * (batch > 1)}")
     if not found.fits:
-        reasons = ["this is the smallest cache for the workload; shorten the requests, or add memory", *reasons, *_remedies(config, found, planned)]
+        reasons = [
+            "this is the smallest cache for the workload; shorten the requests, or add memory",
+            *reasons,
+            *_remedies(config, found, planned),
+        ]
     if chat:
         reasons.append("keep one cache over the turns, and share what all chats begin with in a PrefixStore")
     return _answer(choice, found, reasons)

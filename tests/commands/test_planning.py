@@ -35,7 +35,9 @@ def test_plan_lists_six_rows_of_80_columns_or_every_format():
     assert [len(line.split()) for line in table] == [7, 6, 6, 6, 6, 6] and max(map(len, lines)) <= 80 and "…" not in "".join(lines)
     tight = run("plan", "demo", "--context", "4000", "--batch", "60", *MEMORY).stdout
     assert tight.startswith("Fits: int8, turboquant_k8v4, ") and "dense" not in tight.splitlines()[0]
-    assert run("plan", "demo", "--context", "4000", "--batch", "9000", *MEMORY).stdout.startswith("Does not fit: no cache holds 9,000 requests.")
+    assert run("plan", "demo", "--context", "4000", "--batch", "9000", *MEMORY).stdout.startswith(
+        "Does not fit: no cache holds 9,000 requests."
+    )
 
 
 def test_several_gpus_are_one_word():

@@ -117,7 +117,9 @@ def test_words():
     assert "9.00x more than" in str(plan(LLAMA, context=100, max_length=900))
     assert not plan(MODELS["qwen3_next"](), context=10).notes
     tight = plan(LLAMA, format="int8", context=5000, gpu_memory=1e6, weights_memory=0, batch=2)
-    assert not tight.fits and str(tight).startswith(f"Does not fit: 2 requests, for which {in_words(-tight.spare)} are missing; none would.")
+    assert not tight.fits and str(tight).startswith(
+        f"Does not fit: 2 requests, for which {in_words(-tight.spare)} are missing; none would."
+    )
 
 
 def test_activations_of_a_prompt_are_what_it_allocates():
@@ -248,7 +250,7 @@ def test_max_length_is_taken_at_once_and_the_longest_fits():
     assert plan(LLAMA, format="int4", context=longest, max_length=longest, **memory).fits
     assert not plan(LLAMA, format="int4", context=longest + 1, max_length=longest + 1, **memory).fits
     assert plan(LLAMA, context=10, max_length=900).bytes_per_request == 900 * TOKEN
-    evicting = plan(LLAMA, policy=policies.Knorm(budget=50), context=10, max_length=900, **memory)
+    evicting = plan(LLAMA, policy=policies.Knorm(budget=50), context=10, max_length=900, gpu_memory=1e9)
     assert evicting.unbounded and evicting.request == plan(LLAMA, policy=policies.Knorm(budget=50), context=10, max_length=100).request
     with pytest.raises(ValueError, match="context=901 does not fit in max_length=900"):
         plan(LLAMA, format="int4", context=901, max_length=900)
