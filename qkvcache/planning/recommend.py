@@ -79,8 +79,8 @@ WHOLE = (
     FOUR_BITS,
     Choice(
         "HadaQuantCache(config, key_bits=3, value_bits=3)",
-        f"3 bits lose few facts: on {MEASURED} they recall 97 % of what no compression recalls, at a KL of .017; chosen by layer (`qkvcache "
-        "calibrate`), the same bytes have about half of the divergence",
+        f"3 bits lose few facts: on {MEASURED} they recall 97 % of what no compression recalls, at a KL of .017; chosen by layer "
+        "(`qkvcache calibrate`), the same bytes have about half of the divergence",
         "hadaquant_k3v3",
     ),
     Choice(
@@ -121,8 +121,8 @@ def snapkv(context: int) -> Choice:
     budget = max(context // 2, 16)
     return Choice(
         f'CompressedCache(config, format="turboquant_4bit_nc", policy=policies.SnapKV(budget={budget:_}))',
-        f"to go on with a text, 4 bits and half of the tokens stay close (KL .008 on {MEASURED}); of the facts that all tokens uncompressed "
-        "recall, less than half are left if they are asked for later, and seven of ten if the prompt ends with the question",
+        f"to go on with a text, 4 bits and half of the tokens stay close (KL .008 on {MEASURED}); of the facts that all tokens "
+        "uncompressed recall, less than half are left if they are asked for later, and seven of ten if the prompt ends with the question",
         "turboquant_4bit_nc",
         SnapKV(budget=budget),
     )
