@@ -24,7 +24,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from transformers.cli.serve import Serve
 from transformers.cli.serving.utils import CBWorkerDeadError, GenerateManager, Modality
 
-from ..attention import attach
+from ..caches.attach import attach
 from ..caches import CompressedCache
 from ..models import folder
 from ..prefix import PrefixStore
