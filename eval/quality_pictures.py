@@ -8,6 +8,9 @@ from error_bars import paired, percent, recalled, share_error, with_error
 from harness import Table, picture
 from palette import family, format_color, policy_color
 
+FEW = 50
+"""Facts below which a share of them decides nothing: an error of 7 points."""
+
 
 def name_of(row: dict) -> str:
     if row["policy"] is None:
@@ -31,7 +34,8 @@ def front(rows: list[dict]) -> set[int]:
 
 def columns(rows: list[dict]) -> tuple[str, ...]:
     facts = (f"recall in {int(tokens):,}: unseen / seen" for tokens in rows[0]["recall"])
-    return ("cache", "exact", "bytes/token", "smaller", "KL", "over the row above", "same top token", "perplexity x", *facts, "of dense")
+    quality = ("KL", "difference to the row above", "same top token", "perplexity ratio")
+    return ("cache", "exact", "bytes/token", "smaller", *quality, *facts, "% of uncompressed")
 
 
 def by_kl(rows: list[dict]) -> list[dict]:
@@ -71,9 +75,18 @@ def caption(rows: list[dict]) -> str:
     return (
         f"{first['model']} in {first['dtype'].removeprefix('torch.')} on {first['device']}: {passages} x {read_on - 1} tokens of "
         f"{first['text']} read on after {first['context']:,}; {first['cases']} facts ({first['facts']}) in each. KL in nats; errors: "
-        "standard errors over the passages, of shares of facts binomial. over the row above: difference of KL on the same passages. of "
-        "dense: facts recalled, of those that the dense run recalls. bytes and smaller: in 16 bit. exact: first + last tokens that are not "
-        "compressed. *: nothing smaller is as close."
+        "standard errors over the passages, of shares of facts binomial. difference to the row above: of KL, on the same passages. % of "
+        "uncompressed: facts recalled, of those that the uncompressed run recalls. bytes and smaller: in 16 bit. exact: first + last "
+        f"tokens that are not compressed. *: nothing smaller is as close.{too_few(2 * len(first['recall']) * first['cases'])}"
+    )
+
+
+def too_few(facts: int) -> str:
+    """What so few facts cannot show."""
+    return (
+        f" {facts} facts decide nothing: a share of them has an error of up to {percent(share_error(facts / 2, facts))}."
+        if facts < FEW
+        else ""
     )
 
 

@@ -24,8 +24,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from transformers.cli.serve import Serve
 from transformers.cli.serving.utils import CBWorkerDeadError, GenerateManager, Modality
 
-from ..caches.attach import attach
 from ..caches import CompressedCache
+from ..caches.attach import attach
 from ..models import folder
 from ..prefix import PrefixStore
 from . import api
