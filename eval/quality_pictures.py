@@ -83,11 +83,8 @@ def caption(rows: list[dict]) -> str:
 
 def too_few(facts: int) -> str:
     """What so few facts cannot show."""
-    return (
-        f" {facts} facts decide nothing: a share of them has an error of up to {percent(share_error(facts / 2, facts))}."
-        if facts < FEW
-        else ""
-    )
+    most = percent(share_error(facts / 2, facts))
+    return f" {facts} facts decide nothing: a share of them has an error of up to {most}." if facts < FEW else ""
 
 
 def table(rows: list[dict]) -> Table:
