@@ -1,4 +1,4 @@
-"""The picture of policies on generated tasks, from the rows of a study that is concluded (`eval/results/policies.jsonl`); nothing is measured.
+"""The picture of policies on generated tasks, from rows of a concluded study (`eval/results/policies.jsonl`); nothing is measured.
 
 python eval/policies_picture.py [--out FILE]
 """
