@@ -124,9 +124,7 @@ def plot(rows: list[dict], path: Path) -> None:
             left.errorbar(row["ratio"], row["kl"], row["kl_error"], label=label, **drawn)
             right.errorbar(row["ratio"], all_right(row) / facts, share_error(all_right(row), facts), **drawn)
         on = [points[i] for i in sorted(front(points), key=lambda i: points[i]["ratio"])]
-        left.plot(
-            [row["ratio"] for row in on], [row["kl"] for row in on], color="black", linewidth=0.8, label="the best", zorder=0
-        )
+        left.plot([row["ratio"] for row in on], [row["kl"] for row in on], color="black", linewidth=0.8, label="the best", zorder=0)
         last, steps = 0.0, 0
         for row in on:  # of points that lie together, one is named
             if row["ratio"] > 1.04 * last:
