@@ -59,10 +59,11 @@ class Attachment:
         """The model's `generate`. Raises ValueError for a cache that has seen other tokens than the prompt begins with."""
         stock = type(self.model).generate.__get__(self.model)  # type: ignore[attr-defined]
         try:
-            return continued.generate(stock, self.model.generation_config, *args, **kwargs)
+            out = continued.generate(stock, self.model.generation_config, *args, **kwargs)
+            self.last = self.last if self._made is None else repr(self._made)
+            return out
         finally:
-            if self._made is not None:
-                self.last, self._made = repr(self._made), None
+            self._made = None  # the caller's alone
 
     def update(self, outputs: Any, model_kwargs: dict, *args: Any, **kwargs: Any) -> Any:
         """The model's `_update_model_kwargs_for_generation`. Warns once if the step that gave `outputs` left out the caller's cache."""
