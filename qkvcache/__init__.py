@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import formats, policies
-    from .attention import attach, detach
     from .batching import continuous_batching
     from .caches import (
         CombinedCache,
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
         SlidingWindowCache,
         TurboQuantCache,
     )
+    from .caches.attach import attach, detach
     from .caches.warmup import warmup
     from .evaluation.calibrate import calibrate
     from .evaluation.profile_heads import profile_heads
@@ -53,10 +53,10 @@ _PARTS = {"attention", "batching", "caches", "demo", "evaluation", "formats", "k
 _PARTS |= {"planning", "policies", "prefix", "storage"}
 _HOMES = {
     "PrefixStore": "prefix",
-    "attach": "attention",
+    "attach": "caches.attach",
     "calibrate": "evaluation.calibrate",
     "continuous_batching": "batching",
-    "detach": "attention",
+    "detach": "caches.attach",
     "plan": "planning",
     "profile_heads": "evaluation.profile_heads",
     "recommend": "planning",

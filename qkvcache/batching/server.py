@@ -37,8 +37,8 @@ from transformers import (
 from transformers.cli.serve import Serve
 from transformers.cli.serving.utils import CBWorkerDeadError, GenerateManager, Modality
 
-from ..attention import attach
 from ..caches import CompressedCache
+from ..caches.attach import attach
 from ..models import folder
 from ..prefix import PrefixStore
 from . import api
