@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache
 from qkvcache import CompressedCache
 from qkvcache.attention import observer
 from qkvcache.attention.compressed_kv import CompressedKV
-from qkvcache.caches.compress import ReadingLayer, fill, read_twice
 from qkvcache.evaluation.quality import Prefilled, in_groups, prefill
+from qkvcache.evict.compress import ReadingLayer, fill, read_twice
 from qkvcache.formats import Format
 from qkvcache.kernels import Pair, sum_attention
 from qkvcache.layers.evicting import EvictingLayer
@@ -61,7 +61,7 @@ class Recorded(Prefilled):
         return found[index]
 
     def read_twice(self, policy: KVzip, model: PreTrainedModel, ids: Tensor, tokenizer: Any) -> tuple[DynamicCache, dict[int, Any]]:
-        """`caches.compress.read_twice` of `ids` `[B, T]`, once for policies that read alike; a copy that can be taken apart."""
+        """`evict.compress.read_twice` of `ids` `[B, T]`, once for policies that read alike; a copy that can be taken apart."""
         key = policy.num_sink_tokens, policy.chunk_size
         if key not in self._read_twice:
             dense, others = self._read_twice[key] = read_twice(model, policy, ids, torch.ones_like(ids), tokenizer, progress=False)

@@ -7,20 +7,11 @@ if TYPE_CHECKING:
     from . import formats, policies
     from .attention import attach, detach
     from .batching import continuous_batching
-    from .caches import (
-        CombinedCache,
-        CompressedCache,
-        H2OCache,
-        HadaQuantCache,
-        NVFP4Cache,
-        QuantizedPerTokenCache,
-        SinkCache,
-        SlidingWindowCache,
-        TurboQuantCache,
-    )
+    from .caches import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache
     from .caches.warmup import warmup
     from .evaluation.calibrate import calibrate
     from .evaluation.profile_heads import profile_heads
+    from .evict.caches import CombinedCache, H2OCache, SinkCache, SlidingWindowCache
     from .planning.plan import plan
     from .planning.recommend import recommend
     from .prefix import PrefixStore
@@ -50,8 +41,10 @@ __all__ = [
 __version__ = "0.3.0"
 
 _PARTS = {"attention", "batching", "caches", "demo", "evaluation", "formats", "kernels", "layers", "models"}
-_PARTS |= {"planning", "policies", "prefix", "storage"}
+_PARTS |= {"evict", "hybrid", "latents", "planning", "policies", "prefix", "select", "storage"}
 _HOMES = {
+    "CombinedCache": "evict.caches",
+    "H2OCache": "evict.caches",
     "PrefixStore": "prefix",
     "attach": "attention",
     "calibrate": "evaluation.calibrate",
@@ -60,6 +53,8 @@ _HOMES = {
     "plan": "planning",
     "profile_heads": "evaluation.profile_heads",
     "recommend": "planning",
+    "SinkCache": "evict.caches",
+    "SlidingWindowCache": "evict.caches",
 }
 """The modules of names that are not of `caches`."""
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from qkvcache.hybrid.layer import HybridLayer
 from qkvcache.kernels import KeysOrValues
 from qkvcache.layers.compressed import CompressedLayer
-from qkvcache.layers.hybrid import HybridLayer
 from qkvcache.releases import passing
 from tests.seeds import SEED
 

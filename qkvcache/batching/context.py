@@ -13,11 +13,12 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from .. import formats
 from ..attention import install
-from ..caches.arguments import OWN_ATTENTION, budget_of
-from ..caches.base import head_dim_of
+from ..attention.model_code import OWN_ATTENTION
+from ..caches.arguments import budget_of
 from ..formats import Format, FormatByLayer
+from ..formats.base import check_count
 from ..kernels import on_triton
-from ..policies import check_count
+from ..layers.kinds import head_dim_of
 from ..prefix import PrefixStore
 from .metrics import Metrics
 from .requests import check_prompt

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..caches.compress import ReadingLayer, read_twice
+from ..evict.compress import ReadingLayer, read_twice
 from ..policies import Budget, HeadProfile, KVzip, check_count
 from .calibrate import windows_of
 from .provenance import provenance

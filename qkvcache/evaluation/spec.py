@@ -10,7 +10,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from .. import formats, policies
 from ..caches import CompressedCache
 from ..caches.arguments import budget_of
-from ..policies import check_count
+from ..formats.base import check_count
 
 DENSE = "dynamic"
 OF_POLICY = ("budget", "recent", "head_profile")

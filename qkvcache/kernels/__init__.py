@@ -7,8 +7,6 @@ from .evict import StaticTensors, gather_columns
 from .host import ops
 from .host.dispatch import (
     append_token,
-    attend_latent_pages,
-    attend_latents,
     attend_on_codes,
     attend_pages,
     attends_in_tiles,

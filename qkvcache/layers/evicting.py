@@ -10,11 +10,13 @@ If steps are compiled, a step of one token runs in the static layout; prompts an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..attention.compressed_kv import CompressedKV
+from ..attention.observer import attend_observed
 from ..attention.rope import Rope
 from ..autocast import without_autocast
 from ..formats import Format, Identity
@@ -56,6 +58,7 @@ class EvictingLayer(CompressedLayer):
     """
 
     is_croppable = False
+    snapshot_kind = "evicting"
     storage: EvictingStorage | None  # type: ignore[assignment]
 
     def __init__(
@@ -296,6 +299,14 @@ class EvictingLayer(CompressedLayer):
     def _choose_format_late(self, new: Pair | None = None) -> None:
         """Nothing: `commit` chooses, by the exact tokens after a step's attention."""
 
+    def attend(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Attention over the layer (`attention/observer.py`)."""
+        return attend_observed(*args, **kwargs)
+
+    def end_prompt(self, is_valid: Tensor | None) -> None:
+        self.begin_attention(is_valid)
+        self.end_attention(None)
+
     # The interface of `generate`.
 
     @property
@@ -320,10 +331,25 @@ class EvictingLayer(CompressedLayer):
         stored = min(self.stored, seq_length)  # empty slots have no position
         return stored + query_length, seq_length - stored
 
+    def stored_length(self) -> int:
+        self.commit()
+        return self.stored
+
+    def why_not_taken(self) -> str | None:
+        if self.is_compileable:
+            return f"the contents of a preallocated {type(self).__name__} cannot be taken out"
+        if self.step is not None:
+            return "a step of an evicting layer is running"
+        padded = self.storage is not None and self.storage.metadata.row_lengths is not None
+        return "an evicting layer whose rows were padded" if padded else None
+
     def crop(self, tokens_to_remove: int) -> None:
         """Raises NotImplementedError for anything but 0: tokens that were evicted cannot be restored."""
         if tokens_to_remove > 0:
             super().crop(tokens_to_remove)
+        self.check_crop(tokens_to_remove)
+
+    def check_crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
             raise NotImplementedError(
                 f"crop({tokens_to_remove}): a cache that evicts tokens cannot take steps back, as assisted and prompt-lookup decoding do; "

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from ..attention.latents import has_latents
-from ..caches.base import head_dim_of
+from ..attention.model_code import has_latents
+from ..layers.kinds import head_dim_of
 
 GROWING = {"full_attention", "sliding_attention", "chunked_attention", "reference_sliding_attention"}
 STATES = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"}

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from ..formats.base import check_count
+
 LEAST = 8
 """The smallest size of a budget that is a share, in tokens."""
 TOKENS_PER_INTERVAL, MOST_INTERVAL = 128, 64
@@ -83,11 +85,3 @@ def check_size(name: str, size: int | float, least: int = 0) -> None:
     if size < 0 or (least and not size) or (isinstance(size, float) and not size <= 1):
         shares = "above 0 and below 1" if least else "from 0 to 1"
         raise ValueError(f"{name}={size!r}: must be {least} or more tokens (int), or a share {shares} (float)")
-
-
-def check_count(name: str, value: int, least: int = 0, of: str = "tokens") -> None:
-    """Raises TypeError or ValueError unless `value` is a whole number, at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a number of {of}, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name}={value}: must be {least} or more {of}")

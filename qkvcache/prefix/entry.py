@@ -19,9 +19,6 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
-    DynamicIndexedLayer,
-    DynamicLayer,
-    LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
 )
 
@@ -29,9 +26,8 @@ from ..caches import CompressedCache
 from ..caches.steps import Steps
 from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
-from ..layers.hybrid import HybridLayer
-from ..layers.indexed import IndexedLayer
-from ..layers.snapshot import KINDS, Layer, Snapshot, check, check_checkpoint, checkpoint, copy_tokens, restore, snapshot
+from ..layers.kinds import stock_of
+from ..layers.snapshot import Layer, Snapshot, check, check_checkpoint, checkpoint, copy_tokens, kind_of, restore, snapshot
 from . import match
 from .host_memory import on_host
 
@@ -107,14 +103,12 @@ class CacheTemplate:
 
 def _cuttable(layer: Layer) -> bool:
     """Whether it can be cut to any number of first tokens."""
-    return KINDS.get(type(layer)) in ("compressed", "dense", "empty") and not isinstance(layer, LinearAttentionLayer)
+    return kind_of(layer) in ("compressed", "dense", "empty") and not isinstance(layer, LinearAttentionLayer)
 
 
 def _in_place_of(layer: Layer, stock: Layer) -> bool:
     """Whether `layer` is this library's for a layer of transformers."""
-    kinds = {HybridLayer: LinearAttentionAndFullAttentionLayer, IndexedLayer: DynamicIndexedLayer}
-    expected = next((of for kind, of in kinds.items() if isinstance(layer, kind)), DynamicLayer)
-    return isinstance(layer, CompressedLayer) and type(stock) is expected
+    return isinstance(layer, CompressedLayer) and type(stock) in stock_of(type(layer))
 
 
 def _emptied(layer: CompressedLayer) -> CompressedLayer:

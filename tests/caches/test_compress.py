@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, plan, policies
-from qkvcache.caches.compress import Reading
+from qkvcache.evict.compress import Reading
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.layers.snapshot import restore, snapshot
 from qkvcache.policies.budget import ONE

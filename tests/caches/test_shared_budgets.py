@@ -91,7 +91,7 @@ def test_memory_is_for_the_tokens_of_all_heads(format):
         policy=AdaKV(SnapKV(budget=budget, interval=1, window_size=8, recent=8, kernel_size=1), 0.0),
         format=format,
         residual_length=8,
-    )._new_layer()
+    )._maker.new()
     generator = torch.Generator().manual_seed(0)
     layer.update(*(torch.randn(1, heads, tokens, 32, generator=generator) for _ in range(2)))
     layer.begin_attention(None)

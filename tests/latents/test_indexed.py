@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicIndexedLayer, LinearAttentionLayer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from qkvcache import CompressedCache, H2OCache, PrefixStore, TurboQuantCache, attention
-from qkvcache.layers.indexed import IndexedLayer
+from qkvcache.latents.indexed import IndexedLayer
 from qkvcache.releases import passing
 from tests import matrix
 from tests.reference import assert_close, count_decoded_layers

@@ -11,8 +11,8 @@ from transformers import DynamicCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from qkvcache import CompressedCache, PrefixStore, attention
-from qkvcache.attention import latents
-from qkvcache.attention.latents import transposed_weight
+from qkvcache.latents import attention as latents
+from qkvcache.latents.attention import transposed_weight
 from tests import matrix
 from tests.reference import MODES, ZONES, Mode, assert_close, count_decoded_layers, decoded, forward, prompt, run, steps
 from tests.seeds import SEED
@@ -87,7 +87,7 @@ def test_every_family_attends_on_codes(name):
 @pytest.mark.parametrize("format", ["identity", "int8", "fp8", "turboquant_4bit_nc", "int4", "nvfp4", "hadaquant_k3v3"])
 def test_blocks_and_absorbed_attention_equal_decoded_codes(deepseek, format, monkeypatch):
     monkeypatch.setattr(latents, "ABSORBED_QUERIES", 4)
-    monkeypatch.setattr("qkvcache.attention.latents.CHUNK_BYTES", 1)  # blocks of 64 tokens
+    monkeypatch.setattr("qkvcache.latents.attention.CHUNK_BYTES", 1)  # blocks of 64 tokens
     check(deepseek, Mode((0, 5, 70), (150, 1, 18, 3)), format)
 
 
@@ -170,7 +170,7 @@ def test_a_class_without_the_method_is_dequantized(deepseek, monkeypatch):
     attention.uninstall()
     attention.install()
     assert not latents._stock
-    monkeypatch.setattr("qkvcache.attention.latents.code_of", lambda config: None)
+    monkeypatch.setattr("qkvcache.latents.attention.code_of", lambda config: None)
     cache = CompressedCache(deepseek.config, format="identity", **ZONES["zones"])
     expected = list(steps(deepseek, DynamicCache(config=deepseek.config), MODES["padded"]))
     with pytest.warns(UserWarning, match="dequantizes the whole layer"), count_decoded_layers() as dense:

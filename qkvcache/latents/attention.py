@@ -21,8 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from ..attention.compressed_kv import AS_RETURNED, CompressedKV, Form, of_one_update
+from ..attention.model_code import code_of, has_latents
+from ..attention.route import restorers
 from ..autocast import with_autocast
-from ..kernels import AttentionInputs, KeysOrValues, attend_latents, pv, qk
+from ..kernels import AttentionInputs, KeysOrValues, pv, qk
 from ..kernels.attend.chunked import (
     CHUNK_BYTES,
     ChunkedKV,
@@ -34,8 +37,7 @@ from ..kernels.attend.chunked import (
     supports_queries,
 )
 from ..kernels.attend.reference import Options
-from .compressed_kv import AS_RETURNED, CompressedKV, Form, of_one_update
-from .model_code import code_of
+from .dispatch import attend_latents
 
 ABSORBED_QUERIES = 128
 """The most queries whose attention is absorbed. For more, expanding the latents, block by block, takes fewer operations:
@@ -43,17 +45,6 @@ in DeepSeek-V3, for a token and head, 262 kFLOP once and .6 kFLOP for each query
 
 _stock: dict[type, Callable] = {}
 """The method `expand_kv` of each class that is wrapped."""
-
-
-def channels(config: PreTrainedConfig) -> tuple[int, int] | None:
-    """The channels of a latent and of a rotated key in a layer with this config; None if it caches no latents."""
-    rank = getattr(config, "kv_lora_rank", None)
-    return (rank, config.qk_rope_head_dim) if rank else None
-
-
-def has_latents(config: PreTrainedConfig) -> bool:
-    """Whether layers of the model with this text config cache latents. Their channels may differ (Dots3)."""
-    return any(channels(layer) for layer in (config.per_layer_config if config.is_heterogeneous else [config]))
 
 
 def absorb(config: PreTrainedConfig) -> bool:
@@ -71,6 +62,7 @@ def absorb(config: PreTrainedConfig) -> bool:
     return bool(kinds)
 
 
+@restorers.append
 def restore() -> None:
     """Gives every class its own `expand_kv` back."""
     while _stock:
@@ -179,6 +171,13 @@ class ExpandedKV(CompressedKV):
         of, scaling = self.expansion, options.get("scaling")
         scaling, causal = query.shape[3] ** -0.5 if scaling is None else scaling, options.get("causal", False)
         return of.projected(attend_latents(of.absorbed(query), of.inputs, mask, scaling=scaling, causal=causal, chosen=of.chosen))
+
+    def path(self, options: dict[str, Any]) -> str | None:
+        return "codes" if options["softcap"] is None and options["sinks"] is None else "dense"
+
+    def attend_many(self, query: Tensor, hidden: Tensor | None, options: dict[str, Any]) -> Tensor | None:
+        of = self.expansion
+        return of.attend_blocks(query, hidden, scaling=options["scaling"]) if of.in_blocks(query) else None
 
     def scores(self, query: Tensor) -> Tensor:
         absorbed = self.expansion.absorbed(query).float().flatten(1, 2)[:, None]

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
-from .compressed import CompressedLayer
-from .evicting import EvictingLayer
+from ..layers.compressed import CompressedLayer
 
 
 class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
@@ -64,7 +63,3 @@ class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):  # typ
     @property
     def dense_bytes(self) -> int:
         return super().dense_bytes + sum(x.nbytes for x in self.states())
-
-
-class EvictingHybridLayer(HybridLayer, EvictingLayer):  # type: ignore[misc,override]
-    """An `EvictingLayer` with the states of a `HybridLayer`."""

@@ -9,11 +9,12 @@ import torch
 
 from qkvcache.formats import Int4
 from qkvcache.formats.int8 import SymmetricInt8
-from qkvcache.kernels import attend_latents as dispatched
-from qkvcache.kernels.attend_latents import attend_latent_pages, attend_latents
 from qkvcache.kernels.host import dispatch
 from qkvcache.kernels.segments import Packed
-from qkvcache.layers.compressed import CompressedLayer
+from qkvcache.latents import dispatch as latents_dispatch
+from qkvcache.latents.dispatch import attend_latents as dispatched
+from qkvcache.latents.layer import LatentLayer
+from qkvcache.latents.reference import attend_latent_pages, attend_latents
 from tests.matrix import FORMATS, slowly
 from tests.seeds import SEED
 
@@ -25,10 +26,10 @@ HALF = 6e-3 if DEVICE.type == "cpu" else 1.2e-2
 QUICK = ("int8", "turboquant_4bit_nc", "int4", "nvfp4", "hadaquant_k3v3")
 
 
-def layer(format, tokens, *, batch=2, rank=RANK, rope=ROPE, dtype=torch.float16, **options) -> CompressedLayer:
+def layer(format, tokens, *, batch=2, rank=RANK, rope=ROPE, dtype=torch.float16, **options) -> LatentLayer:
     """A layer with `tokens` latents, given as a prompt and step by step."""
     torch.manual_seed(SEED)
-    found = CompressedLayer(FORMATS[format], **{"num_sink_tokens": 3, "residual_length": 6} | options, latents=(rank, rope))
+    found = LatentLayer(FORMATS[format], **{"num_sink_tokens": 3, "residual_length": 6} | options, latents=(rank, rope))
     x = [torch.randn(batch, 1, tokens, dim, device=DEVICE).to(dtype) for dim in (rank, rope)]
     begin = max(tokens - 5, 1)
     found.update(*(side[:, :, :begin] for side in x))
@@ -62,8 +63,8 @@ def assert_near(got, expected, limit):
 def kernels(monkeypatch):
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
     called = []
-    supports = dispatch._module("triton_attend_latents").supports
-    module = dispatch._module("triton_attend_latents")
+    supports = dispatch.module(".latents.triton_attend").supports
+    module = dispatch.module(".latents.triton_attend")
     monkeypatch.setattr(module, "supports", lambda *args: called.append(supports(*args)) or called[-1])
     yield called
     assert all(called) and called
@@ -114,7 +115,7 @@ def test_every_format(format, kernels):
 def test_counts_on_the_device(options, kernels):
     held = layer("turboquant_4bit_nc", 150, **options)
     query = queries(held, 5)
-    got = dispatch.attend_latent_pages(query, held.storage.inputs, scaling=0.2)
+    got = latents_dispatch.attend_latent_pages(query, held.storage.inputs, scaling=0.2)
     assert_near(got, dense(held, query), HALF)
 
 
@@ -134,7 +135,7 @@ def test_shapes(tokens, heads, count, rank, rope, kernels):
 @pytest.mark.parametrize(("format", "count", "most"), [("int8", 1, 9), ("turboquant_4bit_nc", 3, 70), ("nvfp4", 2, 40), ("int4", 1, 70)])
 def test_chosen_tokens_are_gathered_in_the_kernel(format, count, most, options, kernels, monkeypatch):
     """Each query of each row reads others, some of them exact, and a query none that are quantized; two queries a launch."""
-    module = dispatch._module("triton_attend_latents")
+    module = dispatch.module(".latents.triton_attend")
     monkeypatch.setattr(module, "MOST_PARTIAL", 2 * 2 * 4 * 2 * 16 * RANK)
     read = []
     monkeypatch.setattr(module, "chosen_tokens", lambda *given, of=module.chosen_tokens: read.append(of(*given)) or read[-1])
@@ -160,7 +161,7 @@ def test_padding(kernels):
 
 def test_only_rotated_keys_have_another_codec():
     """A model may have layers of both kinds."""
-    layer = CompressedLayer(Int4(), latents=(RANK, ROPE))
+    layer = LatentLayer(Int4(), latents=(RANK, ROPE))
     assert layer.codecs((RANK, ROPE)) == (Int4().key, SymmetricInt8())
     assert layer.codecs((RANK, RANK)) == Int4().codecs()
 

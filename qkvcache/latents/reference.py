@@ -3,7 +3,7 @@
     scores = q . [latent | rope] * scaling;   output = softmax(scores) . latent
 
 The attention inputs hold latents `[B, 1, T, R]` as keys and the rotated part of keys `[B, 1, T, P]` as values. Each block of latents is
-unpacked once for both products. Queries are those of the model times the up-projection of keys (`attention/latents.py`).
+unpacked once for both products. Queries are those of the model times the up-projection of keys (`latents/attention.py`).
 
 On a CPU, where a mask shows few tokens to each query, as that of an indexer does, the codes of these are gathered and no others unpacked.
 """
@@ -16,9 +16,19 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec
-from .attend.reference import MASKED_SCORE, apply_mask, mask_slots
-from .pages import AttentionInputs, PagedInputs, paged_side
-from .segments import Exact, KeysOrValues, Packed, Segment, names, qk, scores_of_levels, sum_of_levels, unrotated_sum
+from ..kernels.attend.reference import MASKED_SCORE, apply_mask, mask_slots
+from ..kernels.pages import AttentionInputs, PagedInputs, paged_side
+from ..kernels.segments import (
+    Exact,
+    KeysOrValues,
+    Packed,
+    Segment,
+    names,
+    qk,
+    scores_of_levels,
+    sum_of_levels,
+    unrotated_sum,
+)
 
 BLOCK = 2**25
 """Scores in memory at a time."""

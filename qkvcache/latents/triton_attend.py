@@ -21,11 +21,18 @@ from torch import Tensor
 
 from ..formats.base import Codec, PackedLayout
 from ..formats.rotation import rotation_block
-from .attend.launches import Launch, architecture, split
-from .attend.plan import OF_INPUTS, OF_LAYER, Kind, Layer, held_of, layer_of
-from .attend.triton_attend import LOG2E, _exact_columns, _hides, _tiles_of_split, head_of, page_of
-from .attend.triton_join import reduce_kernel
-from .attend.triton_tiles import (
+from ..kernels.attend.launches import Launch, architecture, split
+from ..kernels.attend.plan import OF_INPUTS, OF_LAYER, Kind, Layer, held_of, layer_of
+from ..kernels.attend.triton_attend import (
+    LOG2E,
+    _exact_columns,
+    _hides,
+    _tiles_of_split,
+    head_of,
+    page_of,
+)
+from ..kernels.attend.triton_join import reduce_kernel
+from ..kernels.attend.triton_tiles import (
     _absorb,
     _norm,
     _page_of_tile,
@@ -35,12 +42,12 @@ from .attend.triton_tiles import (
     _tile,
     _token_of,
 )
-from .attend_latents import LEAST_SAVED
-from .device.math import MASKED_SCORE
-from .device.unpack import unit_of
-from .host.launch import Held, Launcher
-from .pages import LEAST_SPLIT, SINKS, PagedInputs
-from .segments import layout_of
+from ..kernels.device.math import MASKED_SCORE
+from ..kernels.device.unpack import unit_of
+from ..kernels.host.launch import Held, Launcher
+from ..kernels.pages import LEAST_SPLIT, SINKS, PagedInputs
+from ..kernels.segments import layout_of
+from .reference import LEAST_SAVED
 
 
 @triton.constexpr_function

@@ -13,14 +13,13 @@ from ..autocast import without_autocast
 from ..formats import Identity
 from ..formats.base import Codes
 from ..formats.int8 import SymmetricInt8
+from ..layers.snapshot import POSITIONS
 from ..storage import selected
-from .compressed import CompressedLayer
-
-POSITIONS = "position_ids"
+from .layer import LatentLayer
 
 
-class IndexedLayer(CompressedLayer):
-    """A `CompressedLayer` with the keys of an indexer: INT8 in every format but an exact one.
+class IndexedLayer(LatentLayer):
+    """A `LatentLayer` with the keys of an indexer: INT8 in every format but an exact one.
 
     Args:
         exact_indexer: whether they stay in the model's dtype, because they hold more than a key (GLM-5.3: gates and flags).
@@ -43,6 +42,11 @@ class IndexedLayer(CompressedLayer):
         """Tokens in codes of `max_length`, int64 `[]`."""
         self.indexer_position_ids: Tensor | None = None
         """Positions of all tokens `[dims, B, T]`, which a model may keep here for its indexers (Qwen4)."""
+
+    is_restorable = False
+
+    def why_not_taken(self) -> str | None:
+        return f"the contents of a preallocated {type(self).__name__} cannot be taken out" if self.is_compileable else None
 
     @property
     def keys(self) -> Tensor:  # type: ignore[override]
@@ -99,6 +103,11 @@ class IndexedLayer(CompressedLayer):
         self.indexer_codes = {name: x for name, x in tensors.items() if name != POSITIONS}
         ids = tensors.get(POSITIONS)
         self.indexer_position_ids = None if ids is None else ids[..., 0].transpose(0, 1)
+
+    def restore_indexer(self, tensors: Codes) -> None:
+        """Gives the layer, which has the tokens, the tensors of `indexer`."""
+        self.indexer = tensors
+        self.indexer_empty = not self.indexer_codes
 
     def _change_indexer(self, change: Callable[[Tensor], Tensor]) -> None:
         self.indexer = {name: change(x) for name, x in self.indexer.items()}
