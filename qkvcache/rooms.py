@@ -5,6 +5,8 @@ The core imports no room. A line of `ROOMS` names a folder; `room.py` in it hold
     KINDS      kinds of layers (`layers/kinds.py`)
     MAKERS     classes that make the layers of a cache, by the option that asks for them (`caches/makers.py`)
     REFUSALS   combinations of options and models that the room does not serve (`caches/refusals.py`)
+    KERNELS    modules with functions that the core's dispatch calls, by the name of the room
+    OPTIONS    functions that check and read an option, by its name
     SAVED      classes of options that `CompressedCache.save` writes by name
 """
 
@@ -33,3 +35,14 @@ def _there() -> tuple[ModuleType, ...]:
 def registered(name: str) -> list[Any]:
     """What all rooms register under `name`."""
     return [x for room in _there() for x in getattr(room, name, ())]
+
+
+def option(name: str, value: Any) -> Any:
+    """The option `name` as the room that has it reads it; None for None. Raises what the room raises; NotImplementedError without the
+    room."""
+    if value is None:
+        return None
+    found = dict(registered("OPTIONS"))
+    if name not in found:
+        raise NotImplementedError(f"{name}={value!r}: this installation of qkvcache comes without it")
+    return found[name](value)

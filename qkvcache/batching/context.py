@@ -14,12 +14,12 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from .. import formats
 from ..attention import install
 from ..attention.model_code import OWN_ATTENTION
-from ..caches.arguments import budget_of
 from ..formats import Format, FormatByLayer
 from ..formats.base import check_count
 from ..kernels import on_triton
 from ..layers.kinds import head_dim_of
 from ..prefix import PrefixStore
+from ..rooms import option
 from .metrics import Metrics
 from .requests import check_prompt
 from .statistics import Statistics
@@ -139,7 +139,7 @@ def continuous_batching(
     resolved = formats.resolve(format)
     check_count("num_sink_tokens", num_sink_tokens)
     check_count("residual_length", residual_length)
-    if (budget := budget_of(attention_budget)) is not None:
+    if (budget := option("attention_budget", attention_budget)) is not None:
         resolved = resolved.in_halves()
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers model, got {type(model).__name__}")

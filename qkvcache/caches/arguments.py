@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterable, Mapping
-from typing import Literal, Protocol
+from typing import Protocol
 
 from transformers import DynamicCache
 
 from ..formats import Format, FormatByLayer
-from ..formats.base import check_count, hint
-from ..kernels import AttentionBudget
-from ..kernels.pages import WHOLE
+from ..formats.base import hint
 
 
 class PolicyLike(Protocol):
@@ -22,34 +19,11 @@ class PolicyLike(Protocol):
     def name(self) -> str: ...
 
 
-LEAST_READ, LEAST_AUTO = 512, 2048
-"""The fewest tokens that attention reads under a budget that is a share, and under "auto"."""
-
-
 def layer_indices(skip_layers: Iterable[int]) -> tuple[int, ...]:
     """`skip_layers` as a tuple. Raises TypeError for anything that is not iterable, for example a single index."""
     if not isinstance(skip_layers, Iterable):
         raise TypeError(f"skip_layers={skip_layers!r}: expected a tuple of layer indices, such as (0,) or (0, -1)")
     return tuple(skip_layers)
-
-
-def budget_of(attention_budget: int | float | Literal["auto"] | None) -> AttentionBudget | None:
-    """The tokens that attention reads. Raises TypeError for another type, ValueError for less than a token, and for a share that is not
-    between 0 and 1."""
-    if attention_budget is None:
-        return None
-    if attention_budget == "auto":
-        return AttentionBudget(LEAST_AUTO, WHOLE // 4)
-    if isinstance(attention_budget, bool) or not isinstance(attention_budget, int | float):
-        raise TypeError(
-            f"attention_budget={attention_budget!r}: expected a number of tokens, such as 4096, a share, such as 0.125, or 'auto'"
-        )
-    if isinstance(attention_budget, int):
-        check_count("attention_budget", attention_budget, least=1)
-        return AttentionBudget(attention_budget)
-    if not 0 < attention_budget < 1:
-        raise ValueError(f"attention_budget={attention_budget}: a share is between 0 and 1; pass a whole number for tokens")
-    return AttentionBudget(LEAST_READ, math.ceil(attention_budget * WHOLE))
 
 
 def refuse_unknown(cache: DynamicCache, options: Mapping[str, object], format: Format | FormatByLayer, policy: object) -> None:

@@ -16,13 +16,15 @@ from transformers.cache_utils import StaticLayer as StockStaticLayer
 
 from .. import attention, formats, kernels
 from ..formats import FormatByLayer, FormatLike
+from ..formats.base import check_count
 from ..formats.outlying import Int8Keys
 from ..kernels.pages import RunningStep
 from ..layers.compressed import CompressedLayer, rows_of
 from ..layers.static_sliding import StaticSlidingLayer
 from ..releases import CACHE_ARGUMENT, warn_if_newer
+from ..rooms import option
 from . import convert, saving
-from .arguments import PolicyLike, budget_of, check_count, layer_indices, refuse_unknown
+from .arguments import PolicyLike, layer_indices, refuse_unknown
 from .biased import BiasedKeys, OutlyingKeys
 from .makers import maker_of
 from .memory import Memory, measured
@@ -126,7 +128,7 @@ class CompressedCache(DynamicCache):
         """The option for which tensors have fixed addresses."""
         self.skip_layers = skip_layers
         self.attention_budget, self.offload_pages = attention_budget, offload_pages
-        self._attention_budget = budget_of(attention_budget)
+        self._attention_budget = option("attention_budget", attention_budget)
         refuse(self)
         if self._attention_budget is not None:
             self.format = self.format.in_halves()

@@ -16,8 +16,6 @@ from ..layers.kinds import COMPRESSED, LayerKind, kinds_of
 from ..layers.static_sliding import StaticSlidingLayer
 from ..rooms import registered
 
-NEVER_STATIC = frozenset(("cpmant", "inkling2_loop_text", "inkling2_text", "inkling_text", "prophetnet"))
-"""Model types of transformers that make their own masks, whose columns are exactly the tokens seen."""
 UNLIMITED = 2**30
 """The most tokens of a layer of a cache without `max_length`."""
 

@@ -40,6 +40,9 @@ class Refusal:
 
 FIXED = "Compile steps: `max_length`, `compile=True`"
 OFFLOAD = "Keep tokens in host memory: `offloading`, `offload_pages`"
+MODELS = "Models"
+NEVER_STATIC = frozenset(("cpmant", "inkling2_loop_text", "inkling2_text", "inkling_text", "prophetnet"))
+"""Model types of transformers that make their own masks, whose columns are exactly the tokens seen."""
 OWN = (
     Refusal(
         OFFLOAD,
@@ -47,6 +50,20 @@ OWN = (
         "tensors that move to the host have no fixed address",
         "leave one out",
         lambda cache: cache.offloading and cache.compile,
+    ),
+    Refusal(
+        MODELS,
+        "{cache._config.model_type} with recurrent_kv_cache_mode='last_loop'",
+        "earlier loops read the dense keys and values of the last one",
+        "use 'per_loop', or a DynamicCache",
+        lambda cache: getattr(cache._config, "recurrent_kv_cache_mode", None) == "last_loop",
+    ),
+    Refusal(
+        FIXED,
+        "{cache.fixed_by} on {cache._config.model_type}",
+        "its masks are of the tokens seen",
+        "leave out {cache.fixed_by}",
+        lambda cache: cache.compile and getattr(cache._config, "model_type", None) in NEVER_STATIC,
     ),
 )
 

@@ -9,8 +9,8 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from .. import formats, policies
 from ..caches import CompressedCache
-from ..caches.arguments import budget_of
 from ..formats.base import check_count
+from ..rooms import option
 
 DENSE = "dynamic"
 OF_POLICY = ("budget", "recent", "head_profile")
@@ -60,7 +60,7 @@ class CacheSpec:
             raise ValueError(f"cache={DENSE!r} takes no {' and no '.join(given)}: pass a format, or cache='identity' for the model's dtype")
         check_count("num_sink_tokens", self._exact)
         check_count("residual_length", self.residual_length)
-        budget_of(self.attention_budget)
+        option("attention_budget", self.attention_budget)
         if not self.dense:
             formats.resolve(self.cache)
         if self.policy is not None:

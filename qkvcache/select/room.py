@@ -1,9 +1,13 @@
 """What this room registers with the core (`rooms.py`)."""
 
 from ..caches.refusals import OFFLOAD, Refusal
+from . import dispatch
+from .arguments import budget_of
 
 WISH = "Read the tokens that matter: `attention_budget`"
 
+KERNELS = (("select", dispatch),)
+OPTIONS = (("attention_budget", budget_of),)
 REFUSALS = (
     Refusal(
         WISH, "attention_budget={cache.attention_budget} with policy={cache.policy.name}", "a policy evicts the tokens", "leave one out",

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from ...formats.base import Codec
+from ...rooms import registered
 from .. import evict as evicting
-from .. import fetch_blocks as fetching
 from .. import pages as paged
 from .. import rotate as rotating
-from .. import select_blocks as selecting
 from .. import sum_attention as reference
 from ..attend.reference import OPTIONS, Options, attend_observed
 from ..attend.reference import attend_pages as attend_pages_in_torch
@@ -64,6 +63,12 @@ def module(name: str) -> ModuleType:
 
 
 _LOADING: list[threading.Thread] = []
+
+
+@functools.cache
+def room(name: str) -> Any:
+    """The module with the functions that the core calls where inputs are those of a room."""
+    return dict(registered("KERNELS"))[name]
 
 
 def load_ahead() -> None:
@@ -210,19 +215,7 @@ def _attend_pages(
     attend = module("attend.plan").attend_pages if by_kernel else attend_pages_in_torch
     if options.get("observed") is not None or not inputs.selects(query):
         return attend(query, inputs, mask, **options)
-    choose = module("triton_select_blocks").select_blocks if by_kernel else functools.partial(selecting.select_blocks, keys=keys)
-    parts = []
-    for few, read, shown in selecting.groups(query, inputs, mask, options.get("causal", False)):
-        selection = choose(few, read, shown, **options)
-        if read.cache is None:
-            read = read.twin(selection=selection)
-        else:
-            read = (module("triton_fetch_blocks") if by_kernel else fetching).fetch_blocks(read, selection)
-        parts.append(attend(few, read, shown, **options))
-    if len(parts) == 1:
-        return parts[0]
-    outs, lse, (sums, *_) = zip(*parts, strict=True)
-    return torch.cat([out.transpose(1, 2) for out in outs], dim=1).transpose(1, 2), torch.cat(lse, dim=2), sums
+    return room("select").attend_pages(attend, by_kernel, query, inputs, mask, keys, **options)
 
 
 def split_rows(lengths: Tensor, max_length: int, heads: int, shares: Tensor | None = None) -> Splits | None:
@@ -275,7 +268,7 @@ def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], t
 def copy_index(pages: Pages, tokens: int, begin: int | None = None) -> None:
     """Copies tokens into `pages.index`, if there is one: `tokens` of them from `begin` on; None: the last ones, as the device counts."""
     if pages.index is not None and tokens:
-        module("triton_fetch_blocks").index_of(pages, tokens, begin)()
+        room("select").index_of(pages, tokens, begin)()
 
 
 def calibrate(inputs: PagedInputs, begun: Tensor, x: Pair, is_valid: Tensor | None) -> None:
@@ -301,7 +294,7 @@ def launch_of_step(inputs: PagedInputs, x: Pair) -> Callable[[Pair], None] | Non
     launch = module("store.triton_store").launch_of_step(inputs, x)
     if inputs.pages.index is None:
         return launch
-    copy = module("triton_fetch_blocks").index_of(inputs.pages, x[0].shape[2], None)
+    copy = room("select").index_of(inputs.pages, x[0].shape[2], None)
 
     def stored(x: Pair) -> None:
         launch(x)
