@@ -13,13 +13,14 @@ import ast
 import datetime
 import functools
 import math
+import os
 import random
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -160,20 +161,38 @@ def records() -> dict[str, int]:
     return found
 
 
-def delete(room: str, into: Path) -> None:
-    """A copy of the repository in `into` without a room, its line of registration, its tests, and the files that join it to others."""
-    folders = ("qkvcache", "tests", "eval", "examples", "docs")
-    for name in folders:
-        shutil.copytree(ROOT / name, into / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
-    for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml", "CHANGELOG.md"):
-        shutil.copy(ROOT / name, into / name)
+def delete(room: str, into: Path, names: Sequence[str] = ("qkvcache", "tests", "eval", "examples", "docs")) -> None:
+    """A copy in `into` of folders of the repository without a room: without its folder, its line of registration, its tests, and the files
+    that join it to others."""
+    for name in names:
+        shutil.copytree(ROOT / name, into / name, copy_function=os.link, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    for path in ROOT.glob("*.*"):
+        if path.suffix in (".toml", ".md", ".yml"):
+            shutil.copy(path, into / path.name)
     for folder in FOLDERS.get(room, (room,)):
         for where in ("qkvcache", "tests"):
             shutil.rmtree(into / where / folder, ignore_errors=True)
     for module in broken(room):
         (into / modules()[module].relative_to(ROOT)).unlink()
     registration = into / "qkvcache" / "rooms.py"
-    registration.write_text(re.sub(rf'^    "{room}",\n', "", registration.read_text(), flags=re.MULTILINE))
+    text = re.sub(rf'^    "{room}",\n', "", registration.read_text(), flags=re.MULTILINE)
+    registration.unlink()  # which is a link
+    registration.write_text(text)
+
+
+@functools.cache
+def gone() -> frozenset[str]:
+    """The rooms that were deleted."""
+    return frozenset(room for room in ROOMS if not (PACKAGE / room).exists())
+
+
+def needed(path: Path) -> set[str]:
+    """Modules that a file of tests needs, in the package or, by the same names, among the tests of a room."""
+    found = imported(path, ["tests"], run=False)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests.") and not node.level:
+            found.add(f"qkvcache.{node.module.partition('.')[2]}")  # type: ignore[union-attr]
+    return found
 
 
 def check(room: str, *commands: list[str]) -> bool:
@@ -203,11 +222,10 @@ def main(arguments: list[str] | None = None) -> int:
     python = [sys.executable, "-m"]
     if options.delete is not None:
         collects = [*python, "pytest", "-q", "--collect-only", "tests"]
-        lint = [*python, "ruff", "check", "."], [*python, "mypy"]
-        return int(not all([check(room, *lint, collects) for room in options.delete or ROOMS]))
+        return int(not all([check(room, [*python, "ruff", "check", "."], collects) for room in options.delete or ROOMS]))
     if options.tests:
         suite = [*python, "pytest", "-n", "auto", "--dist", "worksteal", "-m", "not slow", *(f"tests/{part}" for part in CORE[:6])]
-        return int(not all([check(room, suite) for room in drawn()]))
+        return int(not all([check(room, [*python, "mypy"], suite) for room in drawn()]))
     head = ("room", "lines", "lines elsewhere that name it", "files", "goes with it")
     rows = [head, ("---", "--:", "--:", "--:", "---"), *table()] if options.markdown else [head, *table()]
     for row in rows:

@@ -195,6 +195,12 @@ class CompressedLayer(CacheLayerMixin):
         zones = self.num_sink_tokens, self.residual_length
         return Storage(codecs, like, *zones, self.max_length, self.is_compileable, self.attention_budget, self.offload_pages)
 
+    def simulated(self, like: Pair, prompt: int, seq_length: int, query_heads: int) -> Storage:
+        """Storage of the size that it has after `seq_length` tokens, of which `prompt` came at once, for planning."""
+        storage = self.make_storage(like)
+        storage.simulate(prompt, seq_length, query_heads)
+        return storage
+
     @without_autocast("key_states", "value_states")
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> KeysAndValues:  # type: ignore[override]
         """Stores keys and values `[B, H, T, D]`; returns the keys and values of all tokens seen, for attention.

@@ -96,6 +96,15 @@ class EvictingLayer(CompressedLayer):
         sizes = self.num_sink_tokens, self.residual_length, self.interval
         return EvictingStorage(codecs, like, self.policy, self.budget, *sizes, in_order, self.max_length, self.rope)
 
+    def simulated(self, like: Pair, prompt: int, seq_length: int, query_heads: int) -> EvictingStorage:  # type: ignore[override]
+        storage = self.make_storage(like)
+        if self.is_compileable:
+            storage.metadata.simulate(like, query_heads)
+            storage.to_static()
+        else:
+            storage.simulate(prompt, seq_length, query_heads)
+        return storage
+
     @without_autocast("key_states", "value_states")
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[CompressedKV, CompressedKV]:  # type: ignore[override]
         """Stores keys and values `[B, H, T, D]`; returns what attention reads, and reports to this layer.

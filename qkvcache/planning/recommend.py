@@ -8,6 +8,7 @@ parameters, contexts up to 8,064 tokens.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,8 +16,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..caches import CompressedCache
-from ..formats.base import check_option
-from ..policies import KVzip, Policy, SinkWindow, SnapKV, check_count
+from ..formats.base import check_count, check_option
 from .model import model_dtype, text_config, weights_bytes
 from .plan import DOES_NOT_FIT, Plan, in_words, plan
 
@@ -27,6 +27,12 @@ LEAST_RATIO = 1.05
 WORKLOADS = ("facts", "question", "continue")
 
 
+def _policies() -> Any:
+    from .. import policies  # a room, which may not be there
+
+    return policies
+
+
 @dataclass(frozen=True)
 class Choice:
     """A cache, as the call that makes it, and the reason for it."""
@@ -34,11 +40,12 @@ class Choice:
     call: str
     why: str
     format: str | None = None
-    policy: Policy | None = None
+    policy: Callable[[], Any] | None = None
+    """Makes the policy, which is of a room."""
 
     @property
     def second_reading(self) -> bool:
-        return self.policy is not None and self.policy.second_reading
+        return self.policy is not None and self.policy().second_reading
 
     def holds(self, plan: Plan) -> int | None:
         """The number of requests that fit. With a second reading, each request in turn is uncompressed until it has
@@ -106,7 +113,7 @@ STREAM = Choice(
     "SinkCache(config, window_length=1020, num_sink_tokens=4)",
     "sinks and a window take constant memory, and perplexity stays flat over 200,000 tokens when sinks are read at positions of the cache; "
     "what left the window is gone",
-    policy=SinkWindow(window_length=1020, num_sink_tokens=4, positions="cache"),
+    policy=lambda: _policies().SinkWindow(window_length=1020, num_sink_tokens=4, positions="cache"),
 )
 
 
@@ -115,7 +122,7 @@ KVZIP = Choice(
     "in 4 bits a quarter of the tokens recall 92 % of what the dense run recalls. `cache.compress(model, ids, tokenizer=tokenizer)` fills "
     "the cache and reads the context twice; until then the context is uncompressed, so fill one cache after another",
     "turboquant_4bit_nc",
-    KVzip(budget=0.25),
+    lambda: _policies().KVzip(budget=0.25),
 )
 """Tokens that the model does not need to repeat the context are evicted: with equal budgets of all heads, no policy that
 reads the context once retains facts."""
@@ -129,7 +136,7 @@ def snapkv(context: int) -> Choice:
         "to go on with a text, 4 bits and half of the tokens stay close (KL .008, where H2O has .014); of facts that the dense run "
         "recalls, less than half are left if they are asked for later, and seven of ten if the prompt ends with the question",
         "turboquant_4bit_nc",
-        SnapKV(budget=budget),
+        lambda: _policies().SnapKV(budget=budget),
     )
 
 
@@ -185,7 +192,7 @@ def recommend(
 
     def planned(choice: Choice, **reading: Any) -> Plan:
         return plan(
-            config, format=choice.format, policy=choice.policy, context=context, batch=batch, gpu_memory=gpu_memory,
+            config, format=choice.format, policy=choice.policy and choice.policy(), context=context, batch=batch, gpu_memory=gpu_memory,
             weights_memory=weights_memory, tensor_parallel=tensor_parallel, dtype=dtype, **reading,
         )  # fmt: skip
 
@@ -227,7 +234,7 @@ def _possible(config: PreTrainedConfig, choice: Choice, **options: Any) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "nothing will be compressed": the ratio shows it
         try:
-            CompressedCache(config, format=choice.format, policy=choice.policy, **options)
+            CompressedCache(config, format=choice.format, policy=choice.policy and choice.policy(), **options)
         except (ValueError, NotImplementedError):
             return False
     return True

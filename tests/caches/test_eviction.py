@@ -12,7 +12,8 @@ from qkvcache.attention import route
 from qkvcache.policies import H2O, Budget, KeyDiff, Knorm, SlidingWindow, SnapKV
 from qkvcache.policies.budget import LEAST
 from qkvcache.releases import passing
-from tests.matrix import ATTENTION, CUT_FREE, POLICIES, UNSUPPORTED, covering, model, slowly
+from tests.evict.matrix import CUT_FREE, POLICIES
+from tests.matrix import ATTENTION, UNSUPPORTED, covering, model, slowly
 from tests.reference import ZONES, assert_close, count_decoded_layers, forward
 from tests.seeds import SEED
 from tests.tolerance import TURNED, of_model, turned

@@ -13,7 +13,8 @@ from qkvcache.attention import install, installed, uninstall
 from qkvcache.policies import H2O, Knorm, SinkWindow
 from qkvcache.releases import passing
 from tests.caches.test_eviction import kept
-from tests.matrix import ATTENTION, POLICIES, SHARED, covering, model, slowly
+from tests.evict.matrix import POLICIES, SHARED
+from tests.matrix import ATTENTION, covering, model, slowly
 from tests.reference import assert_close, forward
 from tests.seeds import SEED
 from tests.tolerance import of_model, turned

@@ -12,7 +12,7 @@ from qkvcache import CompressedCache, H2OCache
 from qkvcache.releases import passing
 from tests import matrix
 from tests.caches.test_static_gpu import assert_alike, compiling, generate, text  # noqa: F401
-from tests.matrix import POLICIES, SHARED
+from tests.evict.matrix import POLICIES, SHARED
 from tests.reference import assert_close, count_fused, forward
 from tests.test_gpu import on_gpu, prompt
 

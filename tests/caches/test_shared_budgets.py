@@ -19,7 +19,8 @@ from qkvcache.policies import H2O, AdaKV, KVzip, SnapKV
 from qkvcache.releases import passing
 from tests.caches.test_eviction import CUTS, LENGTH, assert_generate_equals_a_loop, check_rows, inputs, kept, live_bytes, run
 from tests.caches.test_eviction_features import generate, llama, prompt, same, state
-from tests.matrix import ATTENTION, FORMATS, SHARED, model, slowly
+from tests.evict.matrix import SHARED
+from tests.matrix import ATTENTION, FORMATS, model, slowly
 from tests.reference import ZONES, assert_close, count_decoded_layers, forward
 from tests.tolerance import TURNED, of_model, turned
 

@@ -11,7 +11,8 @@ from qkvcache.planning import plan
 from qkvcache.planning.model import shapes
 from qkvcache.releases import passing
 from qkvcache.storage import growth
-from tests.matrix import COVER, FORMATS, MODELS, POLICIES, SHARED, THREE, by_layer, covering, model, slowly
+from tests.evict.matrix import POLICIES, SHARED
+from tests.matrix import COVER, FORMATS, MODELS, THREE, by_layer, covering, model, slowly
 
 MODEL_NAMES = ("llama", "gemma3", "phi3", "qwen3")
 SHARES = {

@@ -16,7 +16,8 @@ from qkvcache.policies import (
     expected_attention,
 )
 from tests.codes import codes_of
-from tests.matrix import COVER, CUT_FREE, POLICIES, covering, slowly
+from tests.evict.matrix import CUT_FREE, POLICIES
+from tests.matrix import COVER, covering, slowly
 from tests.policies.oracle import Text, columns, drive, kept
 from tests.tolerance import rounding, same_decoded
 

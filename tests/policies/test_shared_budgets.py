@@ -7,7 +7,8 @@ import torch
 
 from qkvcache.policies import H2O, AdaKV, SnapKV
 from qkvcache.storage import PAGE, EvictingStorage
-from tests.matrix import COVER, SHARED, covering, slowly
+from tests.evict.matrix import SHARED
+from tests.matrix import COVER, covering, slowly
 from tests.policies.oracle import HEADS, Text, columns, drive
 from tests.policies.test_kept import ZONES, check, held
 from tests.tolerance import same_decoded
