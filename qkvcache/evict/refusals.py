@@ -69,7 +69,7 @@ REFUSALS = (
         lambda policy: policy.second_reading,
     ),
     _without_config(
-        "{cache.policy.budgets} need the config", "it says which layers they are for",
+        "budgets by layer need the config", "it says which layers they are for",
         lambda policy: len(policy.budgets) > 1,
     ),
     _without_config("positions='cache' needs the config", "it says how keys are rotated", rotates_sinks),

@@ -40,12 +40,15 @@ class Choice:
     call: str
     why: str
     format: str | None = None
-    policy: Callable[[], Any] | None = None
-    """Makes the policy, which is of a room."""
+    make_policy: Callable[[], Any] | None = None
+
+    @property
+    def policy(self) -> Any:
+        return self.make_policy and self.make_policy()
 
     @property
     def second_reading(self) -> bool:
-        return self.policy is not None and self.policy().second_reading
+        return self.policy is not None and self.policy.second_reading
 
     def holds(self, plan: Plan) -> int | None:
         """The number of requests that fit. With a second reading, each request in turn is uncompressed until it has
@@ -113,7 +116,7 @@ STREAM = Choice(
     "SinkCache(config, window_length=1020, num_sink_tokens=4)",
     "sinks and a window take constant memory, and perplexity stays flat over 200,000 tokens when sinks are read at positions of the cache; "
     "what left the window is gone",
-    policy=lambda: _policies().SinkWindow(window_length=1020, num_sink_tokens=4, positions="cache"),
+    make_policy=lambda: _policies().SinkWindow(window_length=1020, num_sink_tokens=4, positions="cache"),
 )
 
 
@@ -192,7 +195,7 @@ def recommend(
 
     def planned(choice: Choice, **reading: Any) -> Plan:
         return plan(
-            config, format=choice.format, policy=choice.policy and choice.policy(), context=context, batch=batch, gpu_memory=gpu_memory,
+            config, format=choice.format, policy=choice.policy, context=context, batch=batch, gpu_memory=gpu_memory,
             weights_memory=weights_memory, tensor_parallel=tensor_parallel, dtype=dtype, **reading,
         )  # fmt: skip
 
@@ -234,7 +237,7 @@ def _possible(config: PreTrainedConfig, choice: Choice, **options: Any) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "nothing will be compressed": the ratio shows it
         try:
-            CompressedCache(config, format=choice.format, policy=choice.policy and choice.policy(), **options)
+            CompressedCache(config, format=choice.format, policy=choice.policy, **options)
         except (ValueError, NotImplementedError):
             return False
     return True

@@ -107,7 +107,7 @@ def _cuttable(layer: Layer) -> bool:
 
 def _in_place_of(layer: Layer, stock: Layer) -> bool:
     """Whether `layer` is this library's for a layer of transformers."""
-    return isinstance(layer, CompressedLayer) and type(stock) in stock_of(type(layer))
+    return isinstance(layer, CompressedLayer) and type(stock) in stock_of(type(layer)) and not getattr(stock, "is_compileable", False)
 
 
 def _emptied(layer: CompressedLayer) -> CompressedLayer:

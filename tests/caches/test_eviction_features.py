@@ -169,7 +169,7 @@ def test_budgets_of_each_layer(attention):
         assert [single.stored_length(i) for i in range(3)] == [12, (40 - pad) // 2, 25]
     with pytest.raises(ValueError, match="2 budgets for 3"):
         CompressedCache(network.config, policy=Knorm(budget=[12, 24]))
-    with pytest.raises(ValueError, match="2 budgets need the config"):
+    with pytest.raises(ValueError, match="budgets by layer need the config"):
         CompressedCache(policy=Knorm(budget=[12, 24]))
     assert len(CompressedCache(network.config, policy=Knorm(budget=[12, 24]), skip_layers=[1]).layers) == 3
 

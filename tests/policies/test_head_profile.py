@@ -192,7 +192,7 @@ def test_refusals():
     for options, error, match in (
         ({"max_length": 64}, NotImplementedError, "budgets of heads with max_length"),
         ({"compile": True}, NotImplementedError, "budgets of heads with compile=True"),
-        ({"budget": Budget(15, heads=(1.0,) * 3)}, ValueError, "budgets for 3 heads: a layer of llama has 2 KV heads"),
+        ({"budget": Budget(15, heads=(1.0,) * 3)}, ValueError, "budgets for other heads than the 2 KV heads of llama"),
     ):
         policy = OF_HEADS["snapkv"](options.pop("budget", Budget(15, heads=(3.0, 1.0))))
         with pytest.raises(error, match=match):
