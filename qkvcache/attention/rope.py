@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ..kernels import rotate
+from ..evict.dispatch import rotate
 from .model_code import code_of
 
 LAYER_TYPE = "full_attention"  # the layers whose keys are cached here; some models have a rotation for each type of layer

@@ -22,7 +22,8 @@ from ..autocast import without_autocast
 from ..formats import Format, Identity
 from ..kernels import AttentionInputs, Pair
 from ..policies import Arrivals, Budget, Policy
-from ..storage import EvictingStorage, StaticLayout, check_room
+from ..storage import check_room
+from ..storage.evicting import EvictingStorage, StaticLayout
 from .compressed import CompressedLayer
 
 ATTENTION_UNREPORTED = (

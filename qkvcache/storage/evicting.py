@@ -31,22 +31,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..evict.dispatch import append_token, evict_token
 from ..formats.base import Codec
 from ..kernels import (
     AttentionInputs,
     PagedInputs,
     Pages,
     Pair,
-    StaticTensors,
     TokenInputs,
-    append_token,
     both,
     differ,
-    evict_token,
-    gather_columns,
     give_handle,
     launch_of_step,
 )
+from ..kernels.evict import StaticTensors, gather_columns
 from ..kernels.pages import COLUMNS, LENGTH, RING_ROW, RING_START, RING_TOKENS, SINK_ROW, SINKS
 from ..policies import Arrivals, Budget, Policy, Rotation
 from ..policies.budget import ONE, Count, share_of, times

@@ -11,7 +11,7 @@ from torch import Tensor
 from qkvcache.formats import Format
 from qkvcache.kernels import AttentionInputs, PagedInputs, Pages
 from qkvcache.kernels import pages as reference
-from qkvcache.storage import HeadPages
+from qkvcache.storage.head_pages import HeadPages
 from qkvcache.storage.storage import sides_of
 from tests.codes import planes_of
 

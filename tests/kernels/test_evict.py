@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkvcache.kernels import PagedInputs, StaticTensors, give_handle
-from qkvcache.kernels.evict import append_token, evict_token
+from qkvcache.evict import dispatch as evict_dispatch
+from qkvcache.kernels import PagedInputs, give_handle
+from qkvcache.kernels.evict import StaticTensors, append_token, evict_token
 from qkvcache.kernels.host import dispatch
 from qkvcache.kernels.host.handles import ORDER
 from qkvcache.storage import RowPages
@@ -192,7 +193,7 @@ def test_formats(format, monkeypatch):
     dispatch.prepare(layer.inputs.pages.codecs, (64, 64), torch.float32, DEVICE)
     share = 0.0 if format in EXACT else ROUNDED.get(format, 0.01)
     for order in orders(layer):
-        compare(layer, layer.copy(), order, share, dispatch.evict_token)
+        compare(layer, layer.copy(), order, share, evict_dispatch.evict_token)
 
 
 def test_no_slots():

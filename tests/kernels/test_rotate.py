@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qkvcache.attention.rope import Rope
-from qkvcache.kernels import rotate
+from qkvcache.evict.dispatch import rotate
 
 triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from qkvcache.policies import H2O, AdaKV, SnapKV
-from qkvcache.storage import PAGE, EvictingStorage
+from qkvcache.storage import PAGE
+from qkvcache.storage.evicting import EvictingStorage
 from tests.evict.matrix import SHARED
 from tests.matrix import COVER, covering, slowly
 from tests.policies.oracle import HEADS, Text, columns, drive

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from qkvcache.formats import resolve
 from qkvcache.policies import H2O, Budget
-from qkvcache.storage import RowPages, TokenMetadata
+from qkvcache.storage import RowPages
 from qkvcache.storage.eviction import append_and_evict
-from qkvcache.storage.metadata import no_tokens
+from qkvcache.storage.metadata import TokenMetadata, no_tokens
 from qkvcache.storage.tail import Tail
 from tests.matrix import FORMATS
 

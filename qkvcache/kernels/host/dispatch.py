@@ -21,13 +21,10 @@ from torch import Tensor
 
 from ...formats.base import Codec
 from ...rooms import registered
-from .. import evict as evicting
 from .. import pages as paged
-from .. import rotate as rotating
 from .. import sum_attention as reference
 from ..attend.reference import OPTIONS, Options, attend_observed
 from ..attend.reference import attend_pages as attend_pages_in_torch
-from ..evict import StaticTensors
 from ..pages import AttentionInputs, PagedInputs, Pages, Splits
 from ..segments import Exact, KeysOrValues, Packed, Pair, layout_of
 from .handles import ORDER
@@ -321,37 +318,6 @@ def unfold(inputs: PagedInputs, columns: int, new: Pair) -> Pair:
 def read(x: Tensor) -> Tensor:
     """A tensor that operators write behind a handle, as it is now."""
     return torch.ops.qkvcache.read(x, ORDER[x.device]) if torch.compiler.is_compiling() else x
-
-
-def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], is_valid: Tensor | None) -> None:
-    """`evict.append_token`, in one launch where there are kernels."""
-    if torch.compiler.is_compiling():
-        torch.ops.qkvcache.append_token(static.inputs.handle, ORDER[x[0].device], *static.arguments, *x, list(new), is_valid)
-        return
-    kernels = module("triton_evict") if on_triton(static.row_lengths.device) else evicting
-    kernels.append_token(static, x, new, is_valid)
-
-
-def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
-    """`evict.evict_token`, in one launch where there is a kernel for the codecs."""
-    if torch.compiler.is_compiling():
-        return torch.ops.qkvcache.evict_token(static.inputs.handle, ORDER[order.device], *static.arguments, order)
-    pages = static.inputs.pages
-    shared = any(
-        b.heads == "shared" and b.tokens == "each"
-        for codec, x in zip(pages.codecs, static.ring, strict=True)
-        for b in codec.buffers(x.shape[3])
-    )
-    # Each head stores a copy of shared buffers, since it evicts on its own.
-    kernels = module("triton_evict") if pages.by_page and quantizes(pages.codecs, static.ring) and not shared else evicting
-    return kernels.evict_token(static, order)
-
-
-def rotate(x: Tensor, by: Tensor, inv_freq: Tensor, interleaved: bool) -> Tensor:
-    """`rotate.rotate`, in one launch where there is a kernel, which has neither gradients nor an operator of torch."""
-    plain = not (torch.is_grad_enabled() and x.requires_grad) and not x.is_meta and not torch.compiler.is_compiling()
-    kernels = module("triton_rotate") if plain and on_triton(x.device) and module("triton_rotate").supports(x) else rotating
-    return kernels.rotate(x, by, inv_freq, interleaved)
 
 
 @functools.wraps(reference.sum_attention)

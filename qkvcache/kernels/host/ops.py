@@ -14,7 +14,6 @@ import torch
 
 from ...autocast import without_autocast
 from ..attend.reference import OPTIONS as NAMES
-from ..evict import StaticTensors
 from ..pages import calibrate, differ
 from . import dispatch
 from .handles import inputs_of
@@ -22,8 +21,6 @@ from .handles import inputs_of
 HANDLE = "Tensor handle, Tensor order"
 OPTIONS = "Tensor? sinks, Tensor? observed, float? scaling, float? softcap, bool? causal"
 """`attend.OPTIONS`"""
-STATIC = f"{HANDLE}, Tensor[] records, Tensor column_mask, Tensor row_lengths, Tensor columns"
-"""`StaticTensors.arguments`"""
 
 
 def operator(name: str, arguments: str, returns: str = "()", mutates: Sequence[str] = ()) -> Callable:
@@ -91,24 +88,3 @@ def _read(x, order):
 @_read.register_fake
 def _(x, order):
     return torch.empty_like(x)
-
-
-@operator(
-    "append_token",
-    f"{STATIC}, Tensor key, Tensor value, Tensor?[] new, Tensor? is_valid",
-    mutates=["order", "records", "column_mask", "row_lengths", "columns"],
-)
-def _append_token(handle, order, *args):
-    *static, key, value, new, is_valid = args
-    dispatch.append_token(StaticTensors.of(inputs_of(handle), *static), (key, value), new, is_valid)
-
-
-@operator("evict_token", f"{STATIC}, Tensor token_order", "Tensor", mutates=["order", "records", "column_mask"])
-def _evict_token(handle, order, *args):
-    *static, token_order = args
-    return dispatch.evict_token(StaticTensors.of(inputs_of(handle), *static), token_order)
-
-
-@_evict_token.register_fake
-def _(*args):
-    return args[-1].new_empty(args[-1].shape[:2])
