@@ -27,10 +27,12 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from qkvcache.evict import triton_rotate
+from qkvcache.evict import triton_static as triton_evict
 from qkvcache.formats import FP8, REGISTRY, HadaQuant, Int4, Int8, TurboQuant  # noqa: E402
 from qkvcache.formats.base import PackedLayout  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
-from qkvcache.kernels import triton_evict, triton_fetch_blocks, triton_rotate, triton_select_blocks, triton_sum_attention
+from qkvcache.kernels import triton_sum_attention
 from qkvcache.kernels.attend.launches import EXACT_TILE, OF_SHARED, TILES, launched
 from qkvcache.kernels.attend.plan import SUM_TOKENS
 from qkvcache.kernels.attend.triton_attend import attend_kernel
@@ -41,6 +43,7 @@ from qkvcache.kernels.store import triton_dequantize, triton_gather, triton_stor
 from qkvcache.kernels.triton_sum_splits import sum_splits_kernel  # noqa: E402
 from qkvcache.latents import triton_attend as triton_attend_latents
 from qkvcache.layers.compressed import CompressedLayer  # noqa: E402
+from qkvcache.select import triton_fetch_blocks, triton_select_blocks
 from qkvcache.storage.paged import PAGE  # noqa: E402
 from qkvcache.storage.pool import ALIGNMENT, ANCHOR  # noqa: E402
 

@@ -12,13 +12,13 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache
-from qkvcache.attention import observer
 from qkvcache.attention.compressed_kv import CompressedKV
 from qkvcache.evaluation.quality import Prefilled, in_groups, prefill
+from qkvcache.evict import observer
 from qkvcache.evict.compress import ReadingLayer, fill, read_twice
+from qkvcache.evict.layer import EvictingLayer
 from qkvcache.formats import Format
 from qkvcache.kernels import Pair, sum_attention
-from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.policies import Budget, KVzip, Policy, Random
 from qkvcache.releases import passing
 

@@ -40,7 +40,7 @@ ROOMS = {
 """Rooms, and what names them elsewhere."""
 OTHERS = ("commands", "demo", "models", "cli", "options", "progress")
 FOLDERS = {"evict": ("evict", "policies")}
-"""Folders of a room, if it has others than one of its name."""
+"""The folder and the files of a room, if it has more than a folder of its name."""
 
 
 @functools.cache
@@ -169,9 +169,10 @@ def delete(room: str, into: Path, names: Sequence[str] = ("qkvcache", "tests", "
     for path in ROOT.glob("*.*"):
         if path.suffix in (".toml", ".md", ".yml"):
             shutil.copy(path, into / path.name)
-    for folder in FOLDERS.get(room, (room,)):
-        for where in ("qkvcache", "tests"):
-            shutil.rmtree(into / where / folder, ignore_errors=True)
+    for module in (module for module in modules() if room_of(module) == room):
+        (into / modules()[module].relative_to(ROOT)).unlink()
+    for where in ("qkvcache", "tests"):
+        shutil.rmtree(into / where / room, ignore_errors=True)
     for module in broken(room):
         (into / modules()[module].relative_to(ROOT)).unlink()
     registration = into / "qkvcache" / "rooms.py"

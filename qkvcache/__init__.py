@@ -4,13 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import formats, policies
+    from . import formats
     from .attention import attach, detach
     from .batching import continuous_batching
     from .caches import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache
     from .caches.warmup import warmup
     from .evaluation.calibrate import calibrate
     from .evaluation.profile_heads import profile_heads
+    from .evict import policies
     from .evict.caches import CombinedCache, H2OCache, SinkCache, SlidingWindowCache
     from .planning.plan import plan
     from .planning.recommend import recommend

@@ -20,6 +20,8 @@ LAZY = {"qkvcache"}
 JOINED = {
     "qkvcache.hybrid.evicting": {"hybrid", "evict"},
     "qkvcache.demo.show": {"demo", "evict", "evaluation"},
+    "qkvcache.evaluation.profile_heads": {"evaluation", "evict"},
+    "qkvcache.prefix.bench": {"prefix", "planning"},
 }
 """Files that join rooms, which go with each of them."""
 

@@ -25,9 +25,9 @@ from .. import CompressedCache
 from ..evaluation.quality import Passages, RecallSet, divergence, recall
 from ..evaluation.recall import CODE_WORD, NUMBER, Form, RecallCase, recall_case
 from ..evaluation.speed import Clock
+from ..evict.policies import KeyDiff, SnapKV
 from ..models import load
 from ..options import table
-from ..policies import KeyDiff, SnapKV
 from ..progress import progress, track
 from ..releases import passing
 from . import text_ids

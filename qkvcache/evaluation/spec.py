@@ -67,7 +67,7 @@ class CacheSpec:
             self._policy()
 
     def _policy(self) -> Any:
-        from .. import policies  # a room, which may not be there
+        from ..evict import policies  # a room, which may not be there
 
         options = {name: value for name in (*OF_POLICY, "num_sink_tokens") if (value := getattr(self, name)) is not None}
         if profile := options.pop("head_profile", None):

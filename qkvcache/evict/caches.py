@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from ..caches.base import CompressedCache
 from ..caches.named import Options, makes
 from ..formats import FormatLike
-from ..policies import H2O, Budget, SinkWindow, SlidingWindow, check_count
+from .policies import H2O, Budget, SinkWindow, SlidingWindow, check_count
 
 
 class SinkCache(CompressedCache):

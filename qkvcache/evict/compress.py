@@ -1,5 +1,5 @@
 """A second reading of a context, for policies that score tokens by their use in repeating the context
-(`policies/kvzip.py`): `read_twice` reads it, and `fill` moves it into a cache.
+(`evict/policies/kvzip.py`): `read_twice` reads it, and `fill` moves it into a cache.
 
 A reading repeats one chunk of the context. Its queries attend to the row's sinks, the chunk and the reading itself, and
 their softmax covers only these, so that its cost does not depend on the length of the context.
@@ -22,12 +22,12 @@ from ..attention.route import NAME, install
 from ..autocast import without_autocast
 from ..kernels import Pair, sum_attention
 from ..kernels.attend.chunked import ChunkedKV, attend_chunked, supports_queries
-from ..layers.evicting import EvictingLayer
-from ..policies import KVzip
-from ..policies.budget import share_of
-from ..policies.kvzip import weigh_heads
 from ..progress import track
 from ..releases import passing
+from .layer import EvictingLayer
+from .policies import KVzip
+from .policies.budget import share_of
+from .policies.kvzip import weigh_heads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels import evict as evicting
-from ..kernels import rotate as rotating
-from ..kernels.evict import StaticTensors
 from ..kernels.host.dispatch import module, on_triton, quantizes
 from ..kernels.host.handles import ORDER, inputs_of
 from ..kernels.host.ops import HANDLE, operator
 from ..kernels.segments import Pair
+from . import rotate as rotating
+from . import static as evicting
+from .static import StaticTensors
 
-KERNELS, ROTATION = "triton_evict", "triton_rotate"
+KERNELS, ROTATION = ".evict.triton_static", ".evict.triton_rotate"
 STATIC = f"{HANDLE}, Tensor[] records, Tensor column_mask, Tensor row_lengths, Tensor columns"
 """`StaticTensors.arguments`"""
 

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticSlidingWindowLayer
 
-from .. import policies
-from ..attention.rope import Rope
 from ..caches.makers import UNLIMITED, LayerMaker
 from ..formats import Format, Identity
 from ..layers.compressed import CompressedLayer
-from ..layers.evicting import EvictingLayer
 from ..layers.kinds import LayerKind
 from ..layers.static_sliding import StaticSlidingLayer
-from ..policies import REGISTRY, Budget, KVzip, Policy, check_count
 from ..storage import check_room
+from . import policies
 from .compress import fill, read_twice
+from .layer import EvictingLayer
+from .policies import REGISTRY, Budget, KVzip, Policy, check_count
 from .refusals import of_rope, rotates_sinks
+from .rope import Rope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,7 +1,7 @@
 """What this room registers with the core (`rooms.py`)."""
 
-from ..policies import REGISTRY, Budget
 from .maker import EvictingMaker
+from .policies import REGISTRY, Budget
 from .refusals import REFUSALS
 
 __all__ = ["MAKERS", "REFUSALS", "SAVED"]

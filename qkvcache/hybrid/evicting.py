@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..layers.evicting import EvictingLayer
+from ..evict.layer import EvictingLayer
 from .layer import HybridLayer
 
 

@@ -86,9 +86,9 @@ class CompressedLayer(CacheLayerMixin):
         compile: whether steps of a growing layer can be compiled; with `max_length` they always can. Pages are then added outside of
             compiled code, when masks are made (`reserve`). If masks are made in compiled code too, tokens without room are dropped, and the
             next call outside of it raises ValueError.
-        attention_budget: of quantized tokens that attention of up to 512 queries reads (`kernels/select_blocks.py`); None: all.
+        attention_budget: of quantized tokens that attention of up to 512 queries reads (`select/select_blocks.py`); None: all.
         offload_pages: quantized tokens lie in host memory, from which the blocks that attention reads are fetched
-            (`kernels/fetch_blocks.py`).
+            (`select/fetch_blocks.py`).
     """
 
     is_sliding = False

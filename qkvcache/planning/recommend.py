@@ -28,7 +28,7 @@ WORKLOADS = ("facts", "question", "continue")
 
 
 def _policies() -> Any:
-    from .. import policies  # a room, which may not be there
+    from ..evict import policies  # a room, which may not be there
 
     return policies
 

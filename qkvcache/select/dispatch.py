@@ -9,12 +9,12 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from ..kernels import fetch_blocks as fetching
-from ..kernels import select_blocks as selecting
 from ..kernels.attend.reference import Options
 from ..kernels.host.dispatch import module
 from ..kernels.pages import PagedInputs, Pages
 from ..kernels.segments import Packed
+from . import fetch_blocks as fetching
+from . import select_blocks as selecting
 
 Attend = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
@@ -29,14 +29,14 @@ def attend_pages(
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attend`, by kernels or not, over the blocks that `query` chooses. `keys`: as of `select_blocks`."""
-    choose = module("triton_select_blocks").select_blocks if by_kernel else functools.partial(selecting.select_blocks, keys=keys)
+    choose = module(".select.triton_select_blocks").select_blocks if by_kernel else functools.partial(selecting.select_blocks, keys=keys)
     parts = []
     for few, read, shown in selecting.groups(query, inputs, mask, options.get("causal", False)):
         selection = choose(few, read, shown, **options)
         if read.cache is None:
             read = read.twin(selection=selection)
         else:
-            read = (module("triton_fetch_blocks") if by_kernel else fetching).fetch_blocks(read, selection)
+            read = (module(".select.triton_fetch_blocks") if by_kernel else fetching).fetch_blocks(read, selection)
         parts.append(attend(few, read, shown, **options))
     if len(parts) == 1:
         return parts[0]
@@ -46,4 +46,4 @@ def attend_pages(
 
 def index_of(pages: Pages, tokens: int, begin: int | None) -> Callable[[], None]:
     """A function that copies tokens into `pages.index`: `tokens` of them from `begin` on; None: the last ones, as the device counts."""
-    return module("triton_fetch_blocks").index_of(pages, tokens, begin)
+    return module(".select.triton_fetch_blocks").index_of(pages, tokens, begin)

@@ -9,9 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
 from qkvcache import CompressedCache, H2OCache, PrefixStore, policies
+from qkvcache.evict.layer import EvictingLayer
 from qkvcache.hybrid.evicting import EvictingHybridLayer
 from qkvcache.hybrid.layer import HybridLayer
-from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.releases import passing
 from tests.matrix import model
 from tests.reference import assert_close

@@ -6,7 +6,7 @@ from transformers import StaticCache
 
 from qkvcache import CompressedCache, policies
 from qkvcache.caches.memory import bytes_by_role
-from qkvcache.layers.evicting import EvictingLayer
+from qkvcache.evict.layer import EvictingLayer
 from qkvcache.planning import plan
 from qkvcache.planning.model import shapes
 from qkvcache.releases import passing

@@ -8,8 +8,8 @@ from families_models import build
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, PrefixStore, policies
+from qkvcache.evict.layer import EvictingLayer
 from qkvcache.layers.compressed import CompressedLayer
-from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.layers.snapshot import _copies_to
 from qkvcache.releases import passing
 from tests.evict.matrix import POLICIES, SHARED
