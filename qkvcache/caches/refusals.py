@@ -34,8 +34,16 @@ class Refusal:
     @property
     def row(self) -> tuple[str, str, str]:
         """What, why and instead, as a table shows them."""
-        what, why, instead = (re.sub(r"\{[^}]*\}", "…", text) for text in (self.what, self.why, self.instead))
+        what, why, instead = (re.sub(r"\{([^}]*)\}", _in_words, text) for text in (self.what, self.why, self.instead))
         return what, why, instead
+
+
+IN_WORDS = {"cache.fixed_by": "max_length or compile=True", "cache._config.model_type": "a model"}
+"""Attributes in the texts of refusals, as a table shows them."""
+
+
+def _in_words(attribute: re.Match[str]) -> str:
+    return IN_WORDS.get(attribute[1], "…")
 
 
 FIXED = "Compile steps: `max_length`, `compile=True`"

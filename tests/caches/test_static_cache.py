@@ -154,7 +154,6 @@ def test_what_generate_looks_at():
         ({"max_length": 0}, ValueError, "max_length=0"),
         ({"max_length": 3.5}, TypeError, "max_length"),
         ({"max_length": True}, TypeError, "max_length"),
-        ({"max_length": 60, "offloading": True}, NotImplementedError, "offloading=True with max_length"),
     ],
 )
 def test_constructors_refuse(options, error, says):

@@ -171,15 +171,3 @@ def test_memory_tells_what_is_in_host_memory():
     assert held.host == 0 and memory.host == sum(layer.storage.tokens.pool.nbytes for layer in other.layers)
     assert mine.nbytes == memory.total > held.total
     assert "offload_pages=True" in repr(mine)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"attention_budget": None}, "offload_pages=True without attention_budget"),
-        ({"offloading": True}, "offload_pages=True with offloading=True"),
-    ],
-)
-def test_what_cannot_be_offloaded_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        caches(**options)
