@@ -42,7 +42,7 @@ from qkvcache.kernels.pages import BLOCK, GATHER_TILE  # noqa: E402
 from qkvcache.kernels.store import triton_dequantize, triton_gather, triton_store
 from qkvcache.kernels.triton_sum_splits import sum_splits_kernel  # noqa: E402
 from qkvcache.latents import triton_attend as triton_attend_latents
-from qkvcache.layers.compressed import CompressedLayer  # noqa: E402
+from qkvcache.latents.layer import LatentLayer
 from qkvcache.select import triton_fetch_blocks, triton_select_blocks
 from qkvcache.storage.paged import PAGE  # noqa: E402
 from qkvcache.storage.pool import ALIGNMENT, ANCHOR  # noqa: E402
@@ -176,7 +176,7 @@ def attention_to_latents(format: str, target: str, rows: int = 128, variant: str
     arch = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
     launch = triton_attend_latents.launched(arch, rows)
     job, chosen = attention(format, 512, target, variant.replace("chosen", "")), variant == "chosen"
-    rope = CompressedLayer(FORMATS[format], latents=(512, 64)).codecs((512, 64))[1].packed_layout
+    rope = LatentLayer(FORMATS[format], latents=(512, 64)).codecs((512, 64))[1].packed_layout
     assert rope
     names = {param.name for param in triton_attend_latents.attend_latents_kernel.params}
     types = {name: kind for name, kind in job.types.items() if name in names}

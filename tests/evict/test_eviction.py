@@ -86,6 +86,12 @@ def _by_row(network, cache, sizes, ids, mask):
     return [torch.cat(row) for row in rows]
 
 
+HOLDING = tuple(
+    f"qkvcache.{name}" for name in ("layers", "storage", "kernels", "evict.layer", "evict.storage", "evict.metadata", "evict.head_pages")
+)
+"""Modules of what holds tokens."""
+
+
 def live_bytes(cache):
     """Bytes of all tensors reachable from the layers, each storage once, found without the library's help."""
     seen, stack, storages = set(), list(cache.layers), {}
@@ -100,7 +106,7 @@ def live_bytes(cache):
             stack += x.values()
         elif isinstance(x, list | tuple):
             stack += x
-        elif type(x).__module__.startswith(("qkvcache.layers", "qkvcache.evict", "qkvcache.storage", "qkvcache.kernels")):
+        elif type(x).__module__.startswith(HOLDING):
             stack += vars(x).values()
     return sum(storages.values())
 

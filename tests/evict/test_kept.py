@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from qkvcache.evict.policies import expected_attention
 from qkvcache.kernels.attend import matmul
-from qkvcache.policies import H2O, Custom, ExpectedAttention, KeyDiff, Knorm, Random, SinkWindow, SnapKV, expected_attention
+from qkvcache.policies import H2O, Custom, ExpectedAttention, KeyDiff, Knorm, Random, SinkWindow, SnapKV
 from tests.codes import codes_of
 from tests.evict.matrix import CUT_FREE, POLICIES
 from tests.evict.oracle import Text, columns, drive, kept

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qkvcache import CompressedCache, SinkCache, policies
+from qkvcache import CompressedCache, SinkCache
 from qkvcache.attention import masks
 from qkvcache.attention.route import route
 from qkvcache.evict.layer import EvictingLayer
+from qkvcache.evict.policies.budget import share_of
 from qkvcache.policies import H2O, TOVA, Custom, KeyDiff, SinkWindow
 from qkvcache.releases import passing
 from tests.matrix import FORMATS, model
@@ -131,8 +132,8 @@ def test_a_window_protects_what_its_interval_leaves(window):
 def test_shares_are_exact(share):
     counts = torch.arange(200_000)
     expected = (counts.double() * share + 1e-6).floor().long()
-    assert torch.equal(policies.budget.share_of(share, counts), expected)
-    assert policies.budget.share_of(share, 1000) == round(1000 * share)
+    assert torch.equal(share_of(share, counts), expected)
+    assert share_of(share, 1000) == round(1000 * share)
 
 
 def test_all_layers_look_at_a_mask_once(monkeypatch):
