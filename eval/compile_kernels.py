@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)  # before anything imports triton
@@ -33,14 +33,14 @@ from qkvcache.formats import FP8, REGISTRY, HadaQuant, Int4, Int8, TurboQuant  #
 from qkvcache.formats.base import PackedLayout  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
 from qkvcache.kernels import triton_sum_attention
-from qkvcache.kernels.attend.launches import EXACT_TILE, OF_SHARED, TILES, launched
-from qkvcache.kernels.attend.plan import SUM_TOKENS
+from qkvcache.kernels.attend.launches import OF_SHARED, SUM_SPAN, SUMS, TILES, launched
 from qkvcache.kernels.attend.triton_attend import attend_kernel
 from qkvcache.kernels.attend.triton_join import reduce_kernel, rotate_kernel
+from qkvcache.kernels.attend.triton_sum_keys import sum_keys_kernel
 from qkvcache.kernels.attend.triton_tiles import attend_tiles_kernel
-from qkvcache.kernels.pages import BLOCK, GATHER_TILE  # noqa: E402
+from qkvcache.kernels.host.tables import Side
+from qkvcache.kernels.pages import BLOCK, GATHER_TILE, TOGETHER  # noqa: E402
 from qkvcache.kernels.store import triton_dequantize, triton_gather, triton_store
-from qkvcache.kernels.triton_sum_splits import sum_splits_kernel  # noqa: E402
 from qkvcache.latents import triton_attend as triton_attend_latents
 from qkvcache.latents.layer import LatentLayer
 from qkvcache.select import triton_fetch_blocks, triton_select_blocks
@@ -78,14 +78,14 @@ QUICK = (
 VARIANTS: dict[str, dict[str, object]] = {
     "": {},
     "bool": {"MASK": "bool"},
-    "float": {"MASK": "float", "SOFTCAP": True, "CAUSAL": True},
-    "mass": {"ATTENTION_SUMS": 4},
-    "store": {"MASK": "row", "COUNTED": True},
-    "items": {"ITEMS": 3, "COUNTED": True, "BASE": 0},
-    "shared items": {"ITEMS": 8, "COUNTED": True, "BASE": 0, "PANEL": 8, "EXACT": False},
-    "blocks": {"BLOCK": BLOCK, "T": BLOCK, "COUNTED": True},
-    "branches": {"PANEL": 8, "EXACT": False},
+    "float": {"MASK": "float", "SOFTCAP": 30.0, "CAUSAL": True},
+    "store": {"MASK": "row"},
+    "items": {"ITEMS": 3, "PAGES": (PAGE, 0)},
+    "shared items": {"ITEMS": 3 + TOGETHER, "PAGES": (PAGE, 0), "EXACT": False},
+    "blocks": {"T": BLOCK},
 }
+COUNTED = "store", "items", "shared items", "blocks"
+"""Variants whose rows differ."""
 
 
 Types = tuple["str | Types", ...]
@@ -104,7 +104,7 @@ class Job:
 
     def __post_init__(self) -> None:
         wanted = {param.name for param in self.kernel.params if param.is_constexpr}
-        if wanted != self.constants.keys():
+        if wanted != {name for name, x in self.constants.items() if x is not None or name in wanted}:
             raise ValueError(f"{self.name}: the kernel and this file differ in {sorted(wanted ^ self.constants.keys())}")
 
 
@@ -119,30 +119,33 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
     key, value = (codec.packed_layout for codec in FORMATS[format].codecs())
     assert key and value, format
     nvidia = TARGETS[target].backend == "cuda"
-    launch = OF_SHARED if "PANEL" in VARIANTS[variant] else launched(key, value, head_dim, rows, nvidia)
+    launch = OF_SHARED if variant == "shared items" else launched(key, value, head_dim, rows, nvidia)
     scales = {"none": dtype, "fp32": "fp32", "fp16": "fp16", "pair": "fp16", "hidden": "fp32", "group": "fp16", "block": "u8"}
-    types: dict[str, str | Types] = {"query": f"*{dtype}", "region_query": f"*{dtype}", "exact": (f"*{dtype}",) * 4}
+    types: dict[str, str | Types] = {"query": f"*{dtype}", "region_query": f"*{dtype}", "exact": (f"*{dtype}",) * 4 + ("i32",) * 12}
     if key.rotated and key.group and head_dim & (head_dim - 1):
         types["region_query"] = "*fp32"  # rotated beforehand
+    absent = "constexpr"
     types |= {
-        "rotation": "*fp16",
-        "signs": "*fp32",
-        "table": "*i32" if "ITEMS" in VARIANTS[variant] else "*i64",
+        "rotation": ("*fp16", "*fp32"),
+        "table": "*i32" if "items" in variant else "*i64",
         "mask": "*fp32" if variant == "float" else "*u8",
+        "chosen": ("*i32", "*i32") if variant == "blocks" else absent,
+        "query_strides": ("i32",) * 3,
+        "mean_strides": ("i32",) * 2,
     }
-    types |= dict.fromkeys(("part", "tops"), "*fp32") | {"weights": "*bf16"}
-    types |= dict.fromkeys(("scaling", "softcap"), "fp32") | dict.fromkeys(("rows", "lengths", "items", "firsts", "blocks", "read"), "*i32")
-    types |= {"exact_strides": ("i32",) * 12} | {"mean_strides": ("i32",) * 2}
+    types |= dict.fromkeys(("part", "tops"), "*fp32") | {"scaling": "fp32", "items": "*i32"}
+    types |= dict.fromkeys(("rows", "lengths"), "*i32" if variant in COUNTED else absent)
     for side, how in (("k", key), ("v", value)):
         codes = f"*{dtype}" if how.kind == "half" else "*i16"
         types[f"{side}_planes"] = (codes, "*i16", f"*{scales[how.scale]}", "*fp32", "*i16")
-    constants = {
-        "K": _not_rotated(key) if types["region_query"] == "*fp32" else key, "V": value, "D": head_dim, "DV": head_dim, "G": 4,
-        "R": launch.rows if nvidia else 16, "T": launch.tile, "TX": EXACT_TILE,
-        "K_ONCE": 0, "V_ONCE": 0, "k_strides": _strides_of(key, head_dim, dtype), "v_strides": _strides_of(value, head_dim, dtype),
-        "SOFTCAP": False, "MASK": "none", "CAUSAL": False,
-        "ARCH": TARGETS[target].arch if nvidia else 0, "EXACT": True, "TURN": rotation_block(head_dim) ** -0.5 if key.rotated else 1.0,
-        "ATTENTION_SUMS": 0, "COUNTED": False, "PAGE": PAGE, "BASE": ANCHOR, "ITEMS": False, "BLOCK": 0, "PANEL": 0,
+    turn = rotation_block(head_dim) ** -0.5 if key.rotated else 1.0
+    keys = _not_rotated(key) if types["region_query"] == "*fp32" else key
+    constants: dict[str, object] = {name: None for name, kind in types.items() if kind == absent}
+    constants |= {
+        "KEYS": Side(keys, head_dim, False, _strides_of(key, head_dim, dtype), turn),
+        "VALUES": Side(value, head_dim, False, _strides_of(value, head_dim, dtype)), "PAGES": (PAGE, ANCHOR), "G": 4,
+        "R": launch.rows if nvidia else 16, "T": launch.tile, "SOFTCAP": None, "MASK": "none", "CAUSAL": False,
+        "ARCH": TARGETS[target].arch if nvidia else 0, "EXACT": True, "ITEMS": 0,
     }  # fmt: skip
     options: dict[str, object] = {"num_warps": launch.warps, "num_stages": launch.stages}
     if launch.registers and nvidia:
@@ -162,7 +165,7 @@ def attention_in_tiles(format: str, head_dim: int, target: str, rows: int, varia
     launch = TILES[rows > TILES[0].rows]
     job = attention(format, head_dim, target, variant)
     names = {param.name for param in attend_tiles_kernel.params}
-    types = {name: kind for name, kind in job.types.items() if name in names}
+    types = {name: kind for name, kind in job.types.items() if name in names} | {"rotation": "*fp16"}
     constants = {name: x for name, x in job.constants.items() if name in names}
     constants |= {"R": launch.rows, "T": launch.tile, "MASK": job.constants["MASK"] != "none"}
     options: dict[str, object] = {"num_warps": launch.warps, "num_stages": launch.stages}
@@ -182,8 +185,8 @@ def attention_to_latents(format: str, target: str, rows: int = 128, variant: str
     types = {name: kind for name, kind in job.types.items() if name in names}
     types |= {"q_latent": "*fp16", "q_rope": "*fp16", "factors": "*fp32", "v_planes": ("*i16", "*i16", "*fp32", "*fp32", "*i16")}
     types |= {"chosen": "*i32", "counts": "*i32"}
-    constants = {name: x for name, x in job.constants.items() if name in names}
-    constants |= {"V": rope, "P": 64, "v_strides": _strides_of(rope, 64, "bf16"), "G": rows, "R": launch.rows, "T": launch.tile}
+    constants = {name: x for name, x in job.constants.items() if name in names and name != "chosen"}
+    constants |= {"VALUES": Side(rope, 64, False, _strides_of(rope, 64, "bf16")), "G": rows, "R": launch.rows, "T": launch.tile}
     constants |= {"TX": launch.tile // 2, "MASK": chosen or job.constants["MASK"] != "none", "ARCH": arch}
     constants["CHOSEN"] = int(chosen)
     name = " ".join(filter(None, [f"latents {format}", variant, f"{rows} rows"]))
@@ -199,8 +202,8 @@ def scoring(format: str, head_dim: int, target: str) -> Job:
     whole = FORMATS[format].key.packed_layout
     assert whole
     key = whole.upper or whole
-    constants |= {"K": key, "k_strides": _strides_of(key, head_dim, "bf16")}
-    constants |= {"R": 8 if constants["ARCH"] else 16, "T": triton_select_blocks.TILE, "MASK": "none", "BLOCK": BLOCK}
+    constants |= {"KEYS": replace(constants["KEYS"], layout=key, strides=_strides_of(key, head_dim, "bf16"))}  # type: ignore[type-var]
+    constants |= {"R": 8 if constants["ARCH"] else 16, "T": triton_select_blocks.TILE, "MASK": "none"}
     return Job(
         f"score blocks {format} {head_dim}",
         kernel,
@@ -264,13 +267,13 @@ def _not_rotated(how: PackedLayout) -> PackedLayout:
 def joining(format: str, head_dim: int, target: str) -> Job:
     value = FORMATS[format].value.packed_layout
     assert value
-    types = dict.fromkeys(("part", "signs", "center", "lse"), "*fp32") | {"sinks": "*bf16", "out": "*bf16"}
-    types["firsts"] = "*i32"
+    types: dict[str, str | Types] = dict.fromkeys(("part", "tops", "signs", "center", "lse"), "*fp32")  # type: ignore[assignment]
+    types |= {"sinks": "*bf16", "out": "*bf16", "firsts": "*i32", "shares": "*i32", "out_strides": ("i32",) * 3}
     block = rotation_block(head_dim) if value.rotated else 1
     constants = {
         "V": value, "DV": head_dim, "C": triton.next_power_of_2(head_dim) if value.rotated else 32, "G": 4,
         "R": 8 if TARGETS[target].backend == "cuda" else 16, "S": 32, "SINKS": True, "EXACT": True, "TURN": block**-0.5,
-        "STAGES": block.bit_length() - 1, "ITEMS": True,
+        "STAGES": block.bit_length() - 1, "ITEMS": 3, "SHARED": OF_SHARED.rows,
     }  # fmt: skip
     warps = (8 if head_dim > 256 else 4) if value.rotated else 1
     return Job(f"reduce {format} {head_dim}", reduce_kernel, types, constants, target, {"num_warps": warps})
@@ -281,18 +284,27 @@ def rotating(head_dim: int, target: str) -> Job:
     return Job(f"rotate {head_dim}", rotate_kernel, {"x": "*bf16", "matrix": "*fp16", "out": "*fp32"}, constants, target)
 
 
-def summing(width: int, target: str) -> Job:
-    types = {"weights": "*bf16", "rows": "*i32", "lengths": "*i32"} | dict.fromkeys(("tops", "lse", "observed", "attention_sums"), "*fp32")
-    constants = {"G": 4, "R": 8, "WIDTH": width, "N": SUM_TOKENS, "COUNTED": True}
-    constants["ARCH"] = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
-    return Job(f"mass {width} rows", sum_splits_kernel, types, constants, target, {"num_warps": 4})
+def summing(format: str, head_dim: int, target: str, variant: str = "") -> Job:
+    job = attention(format, head_dim, target, variant)
+    names = {param.name for param in sum_keys_kernel.params}
+    types = {name: kind for name, kind in job.types.items() if name in names} | dict.fromkeys(("lse", "observed", "sums"), "*fp32")
+    constants = {name: x for name, x in job.constants.items() if name in names}
+    constants |= {"R": 16, "T": SUMS.tile, "TILES": SUM_SPAN // SUMS.tile}
+    return Job(f"sum keys {format} {head_dim} {variant}".rstrip(), sum_keys_kernel, types, constants, target, {"num_warps": 1})
 
 
 def columns(head_dim: int, target: str, dtype: str = "bf16", options: bool = False) -> Iterator[Job]:
     arch = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
     types = {"query": f"*{dtype}", "key": f"*{dtype}", "visible": "*u8", "sinks": "*bf16"}
-    types |= dict.fromkeys(("counts", "lse", "attention_sums"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
-    constants = {"D": head_dim, "DP": triton.next_power_of_2(head_dim), "G": 4, "SOFTCAP": options, "VISIBLE": options, "ARCH": arch}
+    types |= dict.fromkeys(("counts", "lse", "attention_sums"), "*fp32") | {"scale": "fp32"}
+    constants = {
+        "D": head_dim,
+        "DP": triton.next_power_of_2(head_dim),
+        "G": 4,
+        "SOFTCAP": 30.0 if options else None,
+        "VISIBLE": options,
+        "ARCH": arch,
+    }
     kernels = (
         ("lse", triton_sum_attention.lse_kernel, {"SINKS": options}),
         ("column", triton_sum_attention.column_kernel, {"POWER": 3 if options else 1}),
@@ -420,7 +432,7 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield attention(format, 128, target)
             if not (everything or format in ("int8", "turboquant_4bit_nc", QUICK[-1])):
                 continue
-            yield from (attention(format, 128, target, variant) for variant in ("items", "shared items", "blocks", "branches"))
+            yield from (attention(format, 128, target, variant) for variant in ("items", "shared items", "blocks"))
             yield scoring(format, 128, target)
             if (halves := FORMATS[format].in_halves()).name not in formats:
                 yield attention(halves.name, 128, target)
@@ -450,19 +462,18 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield from (attention(format, 128, target, rows=rows) for format, rows in many)
             yield from (attention_in_tiles(format, 128, target, 64) for format, rows in many if rows > 32)
             yield attention_in_tiles("int8", 128, target, 128, "store")
-            yield attention_in_tiles("int8", 128, target, 64, "branches")
             for format in ("turboquant_4bit_nc", "hadaquant_k2v2"):  # of eight words a token
                 yield attention(format, 64, target)
                 yield attention_in_tiles(format, 64, target, 64)
             yield from (attention(format, 128, target, "store") for format in ("int8", "turboquant_4bit_nc"))
-            yield from (attention(format, 128, target, "mass") for format in ("identity", "int8", "turboquant_4bit_nc"))
+            yield from (summing(format, 128, target, "store") for format in ("identity", "int8", "turboquant_4bit_nc"))
             yield joining("int8", 128, target)
             yield joining("int4_vllm", 128, target)
             yield joining("int4_vllm", 512, target)
             yield rotating(96, target)
             yield from (arriving(*sizes, target) for sizes in ((80, 32), (256, 16)))
             yield rotary(128, target, interleaved=True)
-            yield summing(4, target)
+            yield summing("turboquant_4bit_nc", 128, target, "float")
             yield from columns(128, target, options=True)
             yield from columns(256, target)
         for format in formats:

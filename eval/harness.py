@@ -146,7 +146,7 @@ def parser_of(doc: str | None, results: str, minutes: float | None = float("inf"
     parser.add_argument("--markdown", action="store_true", help="the tables of the pages, from the rows")
     parser.add_argument("--plot", action="store_true", help="the picture, from the rows")
     if model:
-        parser.add_argument("--model", default=model, help="'demo' (embedded), 'smollm2', a folder or a model on the Hub")
+        parser.add_argument("--model", default=model, help=f"{models.known()}, a folder or a model on the Hub")
         parser.add_argument("--device", default="cpu")
         parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the model: what rounds is then the cache")
         parser.add_argument("--text", type=Path, default="pydoc", help="'pydoc', the language reference of Python; or a file, .xz too")
@@ -197,7 +197,7 @@ def refused(args: Namespace) -> str | None:
     """Why nothing can be measured, if so."""
     try:
         models.folder(args.model)
-    except (FileNotFoundError, ModuleNotFoundError) as error:
+    except (OSError, ImportError) as error:
         return f"argument --model: {error}"
     if str(args.text) != "pydoc" and not args.text.is_file():
         return f"argument --text: {str(args.text)!r} is no file"

@@ -1,12 +1,9 @@
 """How every picture draws a cache: one color for each family of formats and for each policy, wherever it appears.
 
-Colors are those of Okabe and Ito, which people with color blindness can tell apart, and some between them. Where a picture has lines of
-several caches of one color, `line_styles` tells them apart by dashes and markers.
+Colors are those of Okabe and Ito, which people with color blindness can tell apart, and some between them.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterable
 
 FAMILIES = {
     "DynamicCache": "#000000", "StaticCache": "#666666", "stock": "#000000", "identity": "#7f7f7f", "int8": "#0072b2", "fp8": "#56b4e9",
@@ -21,8 +18,6 @@ POLICIES = {
 }  # fmt: skip
 UNCENTERED = "_uncentered"
 """The end of a format's name without the mean of keys."""
-LINES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "v"), ((0, (1, 3)), "D"), ((0, (5, 4, 1, 4)), "P"))
-"""Dashes and markers."""
 
 
 def family(format: str) -> str:
@@ -42,13 +37,3 @@ def policy_of(name: str) -> str:
 
 def policy_color(policy: str) -> str:
     return POLICIES.get(policy_of(policy), "#444444")
-
-
-def line_styles(names: Iterable[str], color: Callable[[str], str] = format_color) -> dict[str, dict]:
-    """For each of `names` how matplotlib draws its line: those of one color have different dashes and markers."""
-    found: dict[str, dict] = {}
-    for name in names:
-        same = sum(style["color"] == color(name) for style in found.values())
-        dashes, marker = LINES[same % len(LINES)]
-        found[name] = {"color": color(name), "linestyle": dashes, "marker": marker}
-    return found

@@ -9,10 +9,10 @@ import pytest
 rooms = pytest.importorskip("rooms")  # eval/rooms.py
 
 ROOT = Path(__file__).parent.parent
-CORE_LINES = 19_800
+CORE_LINES = 16_200
 """Of at most 110 columns. 10,500 is the target."""
-PARAMETERS = 71
-"""Of a device function. 45 is the target."""
+PARAMETERS = 45
+"""Of a device function."""
 FIELDS = 17
 """Of a record of the core. 10 is the target."""
 LAZY = {"qkvcache"}

@@ -67,7 +67,8 @@ class AttentionPlan:
     def attend(self, query: Tensor, key: CompressedKV, keywords: dict[str, Any]) -> Tensor:
         """The output `[B, 1, Hq, Dv]`."""
         sinks = keywords.get("s_aux") if self.kernels.has_sinks else None
-        out, _, sums = self.kernels.run(query, key.attention_inputs.paged, sinks, self.observed)
+        inputs = key.attention_inputs.paged
+        out, _, sums = self.kernels.run(query, inputs, sinks, self.observed)
         if key.observer is not None:
             key.observer.observe(query, self.kernels.scaling, sums)
         return out.transpose(1, 2)

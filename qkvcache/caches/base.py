@@ -69,10 +69,10 @@ class CompressedCache(DynamicCache):
             compiled. Needs formats with kernels, and attention other than eager.
         attention_budget: tokens that each query and KV head reads of those that are quantized, beside the exact ones: a number of tokens,
             or a share of them between 0 and 1; "auto": a quarter, at least 2,048, which recalls what all recall in
-            `eval/attention_budget.py`; None: all. Every token is kept: each step chooses the blocks of 32 tokens with the largest
-            weights, by the keys' codes (`docs/guides/long-context.md`), once for each 32 new tokens. Until there are more tokens than the
-            budget, attention reads everything, as it always does for more than 512 new tokens at once (parts of a prompt), and on a GPU
-            where choosing takes longer than reading.
+            `eval/results/attention_budget.jsonl`; None: all. Every token is kept: each step chooses the blocks of 32 tokens with the
+            largest weights, by the keys' codes (`docs/guides/long-context.md`), once for each 32 new tokens. Until there are more tokens
+            than the budget, attention reads everything, as it always does for more than 512 new tokens at once (parts of a prompt), and
+            on a GPU where choosing takes longer than reading.
         offload_pages: keeps quantized tokens in host memory, and on the GPU what each step reads: what chooses blocks (of 4-bit keys in two
             planes and of `int8` the upper halves), the exact tokens, and the blocks that the last steps read, twice the budget. Needs
             `attention_budget`.

@@ -198,21 +198,17 @@ class Splits:
     """The work items of programs, where rows differ in length: the tokens of a row that each program reads.
 
     items       int32 `[N, 3]`: a row, the first of its tokens in the pages, and the end of them. Items of a row follow one another; the
-                first of them is of its sinks and ring, and has a first token below 0. Items that are left over have no tokens. With
-                `shared`, `[N, 4]`: also the number of the item, behind which those of shared tokens of the row are counted
+                first of them is of its sinks and ring, and has a first token below 0. Items that are left over have no tokens
     firsts      int32 `[B + 1]`: the number of the first item of each row, and how many there are
-    shared      int32 `[M, 4 + TOGETHER]`: the first row of several, the first of the tokens that they share, the end of them, and for how
-                many of their last items this is the first; then these rows, with the first row in place of rows that are missing
+    shared      int32 `[M, 3 + TOGETHER]`: the items of tokens that several rows share, which are no part of `items`: the first row, the
+                first of the tokens, and the end of them; then these rows, with the first row in place of rows that are missing
+    shares      int32 `[B, 3]`: of each row, its first item in `shared`, how many there are, and its place among the rows of the item
     """
 
     items: Tensor
     firsts: Tensor
     shared: Tensor | None = None
-
-    @property
-    def count(self) -> int:
-        """Bound on the numbers of items."""
-        return len(self.items) + (0 if self.shared is None else TOGETHER * len(self.shared))
+    shares: Tensor | None = None
 
     @staticmethod
     def of(lengths: Tensor, max_length: int, programs: int, shares: Tensor | None = None) -> Splits:
@@ -242,23 +238,25 @@ def _of_shared(lengths: Tensor, max_length: int, programs: int, shares: Tensor) 
     batch, shared, device = len(lengths), shares[:, 0], lengths.device
     own = Splits.of(lengths - shared, max_length, programs)
     beside = max(programs // TOGETHER, 1)
-    leads = shares[:, 1] == torch.arange(batch, device=device)
+    row = torch.arange(batch, dtype=torch.int32, device=device)
+    leads = shares[:, 1] == row
     wave = torch.where(leads, shared, 0).sum(dtype=torch.float64) / beside
     each = torch.maximum(wave.clamp_min(LEAST_SPLIT), shared.amax().double() / MOST_SPLITS)
     each = (each / SPLIT_GRAIN).ceil().int() * SPLIT_GRAIN
     pieces = (shared + (each - 1)) // each
-    ends = torch.stack([pieces, pieces * leads]).cumsum(1, dtype=torch.int32)
+    ends = (pieces * leads).cumsum(0, dtype=torch.int32)
     before = torch.nn.functional.pad(ends, (1, 0))
-    row, begin, end = own.items.unbind(1)
-    after, number = torch.where(begin >= 0, shared[row], 0), torch.arange(len(row), dtype=torch.int32, device=device)
-    items = torch.stack([row, begin + after, end + after, number + before[0, row]], dim=1)
+    place = (shares[:, 1:] == row[:, None]).int().argmax(1).int()
+    joins = torch.stack([before[shares[:, 1].long()], pieces, place], dim=1)
+    of, begin, end = own.items.unbind(1)
+    after = torch.where(begin >= 0, shared[of], 0)
+    items = torch.stack([of, begin + after, end + after], dim=1)
     number = torch.arange(beside + batch // 2, dtype=torch.int32, device=device)
-    row = torch.searchsorted(ends[1], number, right=True, out_int32=True).clamp_max(batch - 1)
-    at = number - before[1, row]
-    begin = at * each
-    end = torch.where(number < ends[1, -1], torch.minimum(begin + each, shared[row]), begin)
-    read = torch.cat([torch.stack([row, begin, end, pieces[row] - at], dim=1), shares[row, 1:]], dim=1)
-    return Splits(items, own.firsts + before[0], read)
+    of = torch.searchsorted(ends, number, right=True, out_int32=True).clamp_max(batch - 1)
+    begin = (number - before[of]) * each
+    end = torch.where(number < ends[-1], torch.minimum(begin + each, shared[of]), begin)
+    read = torch.cat([torch.stack([of, begin, end], dim=1), shares[of, 1:]], dim=1)
+    return Splits(items, own.firsts, read, joins)
 
 
 BLOCK = 32
@@ -402,7 +400,7 @@ class PagedInputs:
         tensors = [*pages.compiled.tensors, *self.sinks, *self.ring, self.rows, self.control, pages.lengths]
         tensors += [] if index is None else index.tensors
         tensors += [] if cache is None else cache.tensors
-        tensors += [] if splits is None else [splits.items, splits.firsts, splits.shared]
+        tensors += [] if splits is None else [splits.items, splits.firsts, splits.shared, splits.shares]
         places = ((x.data_ptr(), x.shape, x.stride(), x.dtype) for x in tensors if x is not None)
         numbers = pages.firsts[0], pages.page_size, pages.by_page, pages.grows, index is None, cache is None
         return *pages.codecs, *numbers, self.max_length, self.tokens, self.budget, self.branches, self.shared, *places

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .attend.launches import architecture
-from .attend.triton_attend import LOG2E, _capped
+from .attend.triton_attend import LOG2E, capped
 from .device.math import MASKED_BELOW, MASKED_SCORE, exp2
 
 
@@ -34,15 +34,15 @@ def _rows(x, stride, start, count, N: tl.constexpr, D: tl.constexpr, DP: tl.cons
 
 @triton.jit
 def _joined(
-    m, l, q, keys, stride, start, tokens, newest, visible, scale, softcap,
+    m, l, q, keys, stride, start, tokens, newest, visible, scale,
     D: tl.constexpr, DP: tl.constexpr, BT: tl.constexpr, SOFTCAP: tl.constexpr, VISIBLE: tl.constexpr, DIAGONAL: tl.constexpr,
     ARCH: tl.constexpr,
 ):  # fmt: skip
     """Maxima `m` and normalisers `l`, fp32 [BQ], updated with a tile of BT keys from `start` on. `q`: [BQ, DP]; `keys`: [tokens, D],
     `stride` apart; `newest`: int [BQ], the last key that a query sees, read with DIAGONAL; `visible`: uint8 [tokens], read with VISIBLE."""
     s = tl.dot(q, tl.trans(_rows(keys, stride, start, tokens, BT, D, DP, not DIAGONAL)))
-    if SOFTCAP:
-        s = _capped(s * scale, softcap, SOFTCAP, ARCH)
+    if SOFTCAP is not None:
+        s = capped(s * scale, SOFTCAP, ARCH)
         scale = 1.0
     t = start + tl.arange(0, BT)
     if DIAGONAL:
@@ -55,10 +55,10 @@ def _joined(
     return top, l
 
 
-@triton.jit(do_not_specialize=["visible_stride", "scale", "softcap", "heads", "queries", "tokens", "before"])
+@triton.jit(do_not_specialize=["visible_stride", "scale", "heads", "queries", "tokens", "before"])
 def lse_kernel(
     query, key, visible, sinks, lse, q_stride_b, q_stride_h, q_stride_q, k_stride_b, k_stride_h, k_stride_t, visible_stride,
-    scale, softcap, heads, queries, tokens, before,
+    scale, heads, queries, tokens, before,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr, SOFTCAP: tl.constexpr,
     VISIBLE: tl.constexpr, SINKS: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +69,7 @@ def lse_kernel(
     visible   uint8 [B, tokens], tokens contiguous: visible_stride; 0: padding; read with VISIBLE
     sinks     [H * G]: a logit for each query head; read with SINKS
     lse       fp32 [B, H * G, queries], contiguous: output
-    scale     factor of scores, times log2(e) unless SOFTCAP           softcap   cap of scores, read with SOFTCAP
+    scale     factor of scores, times log2(e) unless SOFTCAP           SOFTCAP   cap of scores; None: none
     heads     H                 BT   keys of a tile                    DP        `D`, padded to a power of two of at least 16
     before    tokens that the first query sees before its own
     ARCH      compute capability, 0 without NVIDIA assembly
@@ -86,9 +86,9 @@ def lse_kernel(
     l = tl.zeros([BQ], tl.float32)
     whole = tl.minimum(before + first + 1, tokens) // BT * BT  # tokens before it are seen by all
     for start in range(0, whole, BT):
-        m, l = _joined(m, l, q, keys, k_stride_t, start, tokens, newest, visible, scale, softcap, D, DP, BT, SOFTCAP, VISIBLE, False, ARCH)
+        m, l = _joined(m, l, q, keys, k_stride_t, start, tokens, newest, visible, scale, D, DP, BT, SOFTCAP, VISIBLE, False, ARCH)
     for start in tl.range(whole, tl.minimum(before + first + BQ, tokens), BT, num_stages=1):
-        m, l = _joined(m, l, q, keys, k_stride_t, start, tokens, newest, visible, scale, softcap, D, DP, BT, SOFTCAP, VISIBLE, True, ARCH)
+        m, l = _joined(m, l, q, keys, k_stride_t, start, tokens, newest, visible, scale, D, DP, BT, SOFTCAP, VISIBLE, True, ARCH)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E
         top = tl.maximum(m, sink)
@@ -99,7 +99,7 @@ def lse_kernel(
 
 @triton.jit
 def _added(
-    total, k, rows, stride, lse, counts, start, queries, before, t, scale, softcap,
+    total, k, rows, stride, lse, counts, start, queries, before, t, scale,
     D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, SOFTCAP: tl.constexpr, POWER: tl.constexpr, DIAGONAL: tl.constexpr,
     ARCH: tl.constexpr,
 ):  # fmt: skip
@@ -112,16 +112,16 @@ def _added(
     count = tl.load(counts + row, mask=row < queries, other=0.0)
     level = tl.load(lse + row, mask=row < queries, other=float("-inf"))
     level = tl.where(level > MASKED_BELOW, level * LOG2E - count, float("inf"))
-    s = _capped(tl.dot(q, tl.trans(k)) * scale, softcap, SOFTCAP, ARCH) - level[:, None]
+    s = capped(tl.dot(q, tl.trans(k)) * scale, SOFTCAP, ARCH) - level[:, None]
     if DIAGONAL:
         s = tl.where((before + row)[:, None] >= t[None, :], s, float("-inf"))
     return total + exp2(s * POWER if POWER > 1 else s, ARCH)
 
 
-@triton.jit(do_not_specialize=["visible_stride", "scale", "softcap", "heads", "queries", "tokens", "before"])
+@triton.jit(do_not_specialize=["visible_stride", "scale", "heads", "queries", "tokens", "before"])
 def column_kernel(
     query, key, visible, counts, lse, attention_sums, q_stride_b, q_stride_h, q_stride_q, k_stride_b, k_stride_h, k_stride_t,
-    visible_stride, scale, softcap, heads, queries, tokens, before,
+    visible_stride, scale, heads, queries, tokens, before,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr, SOFTCAP: tl.constexpr,
     VISIBLE: tl.constexpr, POWER: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +132,7 @@ def column_kernel(
     counts          fp32 [B, queries], contiguous: how often each query counts, in base 2
     lse             fp32 [B, H * G, queries], contiguous, sinks included
     BQ              queries of a tile                   POWER      of weights that are added
-    query, key, visible, scale, softcap, heads, before, D, DP, ARCH with q_stride_b, q_stride_h, q_stride_q, k_stride_b, k_stride_h,
+    query, key, visible, scale, heads, before, D, DP, ARCH with q_stride_b, q_stride_h, q_stride_q, k_stride_b, k_stride_h,
     k_stride_t, visible_stride, SOFTCAP and VISIBLE: as of `lse_kernel`
 
     Sums are kept for each place in a tile of queries, and added up at the end: a weight costs a product, an exponential and an addition."""
@@ -150,12 +150,12 @@ def column_kernel(
         levels = lse + (tl.program_id(1) * G + g).to(tl.int64) * queries
         for start in tl.range(begin, whole, BQ, num_stages=1):
             total = _added(
-                total, k, rows, q_stride_q, levels, counts, start, queries, before, t, scale, softcap, D, DP, BQ, SOFTCAP, POWER, True,
+                total, k, rows, q_stride_q, levels, counts, start, queries, before, t, scale, D, DP, BQ, SOFTCAP, POWER, True,
                 ARCH,
             )  # fmt: skip
         for start in range(whole, queries, BQ):
             total = _added(
-                total, k, rows, q_stride_q, levels, counts, start, queries, before, t, scale, softcap, D, DP, BQ, SOFTCAP, POWER, False,
+                total, k, rows, q_stride_q, levels, counts, start, queries, before, t, scale, D, DP, BQ, SOFTCAP, POWER, False,
                 ARCH,
             )  # fmt: skip
     sums = tl.sum(total, 0)
@@ -204,9 +204,9 @@ def sum_attention(
         shown = visible.contiguous().view(torch.uint8)
         shown_stride = shown.stride(0)
     shape = {"D": dim, "DP": max(triton.next_power_of_2(dim), 16), "G": query_heads // heads}
-    options = {"SOFTCAP": softcap is not None, "VISIBLE": visible is not None, "ARCH": arch}
+    options = {"SOFTCAP": softcap, "VISIBLE": visible is not None, "ARCH": arch}
     strides = (*query.stride()[:3], *key.stride()[:3], shown_stride)
-    numbers = scaling * (1.0 if softcap is not None else LOG2E.value), softcap or 1.0, heads, queries
+    numbers = scaling * (1.0 if softcap is not None else LOG2E.value), heads, queries
     for_lse, for_columns = tiles(dim, arch)
     attention_sums = torch.empty(batch, heads, columns, dtype=torch.float32, device=query.device)
     with torch.cuda.device_of(query):

@@ -21,15 +21,19 @@ from torch import Tensor
 
 from ..formats.base import Codec, PackedLayout
 from ..formats.rotation import rotation_block
+from ..kernels import pages
 from ..kernels.attend.launches import Launch, architecture, split
 from ..kernels.attend.plan import OF_INPUTS, OF_LAYER, Kind, Layer, held_of, layer_of
 from ..kernels.attend.triton_attend import (
     LOG2E,
-    _exact_columns,
-    _hides,
-    _tiles_of_split,
+    RING_START,
+    RING_TOKENS,
+    SINKS,
+    exact_columns,
     head_of,
+    hides_any,
     page_of,
+    tokens_of_split,
 )
 from ..kernels.attend.triton_join import reduce_kernel
 from ..kernels.attend.triton_tiles import (
@@ -45,7 +49,7 @@ from ..kernels.attend.triton_tiles import (
 from ..kernels.device.math import MASKED_SCORE
 from ..kernels.device.unpack import unit_of
 from ..kernels.host.launch import Held, Launcher
-from ..kernels.pages import LEAST_SPLIT, SINKS, PagedInputs
+from ..kernels.pages import LEAST_SPLIT, PagedInputs
 from ..kernels.segments import layout_of
 from .reference import LEAST_SAVED
 
@@ -73,7 +77,7 @@ def _exact_tiles(
     p = tl.arange(0, P)
     for begin in tl.range(0, tokens, T, num_stages=1):
         at = begin + t
-        valid, column = _exact_columns(at, tokens, start, oldest_slot, count, RING)
+        valid, column = exact_columns(at, tokens, start, oldest_slot, count, RING)
         c = tl.load(latents + at[:, None] * latent_stride + d[None, :], mask=valid[:, None], other=0.0)
         r = tl.load(ropes + at[:, None] * rope_stride + p[None, :], mask=valid[:, None], other=0.0)
         s = tl.dot(q, tl.trans(c), input_precision="ieee")
@@ -121,39 +125,46 @@ def query_kernel(
 # What changes from step to step, or call to call, must not compile the kernel anew.
 @triton.jit(
     do_not_specialize=[
-        "scaling", "n_sinks", "n_quantized", "n_residual", "least", "queries", "table_b", "rows_b", "lengths_b", "mask_b",
-        "mask_q", "mask_t",
+        "scaling", "n_sinks", "n_quantized", "n_residual", "least", "queries", "table_b", "rows_b", "lengths_b", "mask_b", "mask_q",
+        "mask_t",
     ]
 )  # fmt: skip
 def attend_latents_kernel(
-    query, q_latent, q_rope, factors, table, chosen, counts, rows, lengths, k_planes, v_planes, exact, mask, part,
-    query_b, query_h, query_q, table_b, rows_b, lengths_b, exact_strides, mask_b, mask_q, mask_t,
-    scaling, n_sinks, n_quantized, n_residual, least, queries,
-    K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, P: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
-    TX: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr, COUNTED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
-    k_strides: tl.constexpr, v_strides: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr,
-    CHOSEN: tl.constexpr,
+    query, q_latent, q_rope, factors, table, chosen, counts, rows, lengths, k_planes, v_planes, exact, mask, part, tops,
+    query_strides, table_b, rows_b, lengths_b, mask_b, mask_q, mask_t, scaling, n_sinks, n_quantized, n_residual, least, queries,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, PAGES: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr, TX: tl.constexpr,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
     """Attention of `queries` queries of G heads over sinks, quantized tokens in pages and a residual (`pages.PagedInputs`), split over
     programs. Grid (splits, blocks of R query rows, B); with EXACT, split 0 is that of the exact tokens. Strides are in elements. Channels
     are contiguous. Query row `r` is query `r % queries` of head `r // queries`. With CHOSEN, 1, each query reads tokens of its own: the
     grid is (splits, blocks of R heads, B * queries), and `part` has B * queries for B.
 
-    query          [B, G, queries, D + P] model dtype: query_b, query_h, query_q
+    query          [B, G, queries, D + P] model dtype: query_strides over rows, heads and queries
     q_latent       fp16 [B, G * queries, D], q_rope fp16 [B, G * queries, P], contiguous: rotated as stored, in the order of tiles
     factors        fp32 [B, G * queries, 3], contiguous: of the scores of both, to base 2, and the product with the mean of latents
-    table, rows, lengths, k_planes, v_planes, k_strides, v_strides, exact, exact_strides   as of `attend_kernel`, of one head;
-                   COUNTED: rows begin with the first token of their pages, and the rings of row `b` are row `b` of the residual
+    table, rows, lengths, k_planes, v_planes, exact, KEYS, VALUES, PAGES   as of `attend_kernel`, of one head; with `rows`, rows begin with
+                   the first token of their pages, and the rings of row `b` are row `b` of the residual
     chosen         int32 [B * queries, N], read if CHOSEN: indices in pages of the tokens of a query; `table` has the entries of their
                    pages, and table_b is N; counts, int32 [B * queries]: how many there are
     mask           uint8 (0: hidden) [B, columns], with CHOSEN [B, queries, columns], read if MASK: mask_b, mask_q, mask_t
-    part           fp32, contiguous: outputs [B, blocks, splits, R, D], then their maxima [B, blocks, splits, R], then their normalisers
-                   likewise
+    part, tops     outputs fp32 [B, blocks, splits, R, D], and their maxima and normalisers, fp32 [B, blocks, splits, R, 2]
     scaling        factor of scores, to base 2
-    n_sinks, n_quantized, n_residual   tokens, the same for all rows; COUNTED: slots of sinks and of a ring, and a bound
+    n_sinks, n_quantized, n_residual   tokens, the same for all rows; with `rows`: slots of sinks and of a ring, and a bound
     least          of a split, in tokens: a multiple of T
     CAUSAL         whether the last `queries` tokens, which are exact, are the queries' own
     """
+    COUNTED: tl.constexpr = rows is not None
+    K: tl.constexpr = KEYS.layout
+    V: tl.constexpr = VALUES.layout
+    D: tl.constexpr = KEYS.dim
+    P: tl.constexpr = VALUES.dim
+    PAGE: tl.constexpr = PAGES[0]
+    BASE: tl.constexpr = PAGES[1]
+    K_ONCE: tl.constexpr = KEYS.once
+    V_ONCE: tl.constexpr = VALUES.once
+    K_STRIDES: tl.constexpr = KEYS.strides
+    V_STRIDES: tl.constexpr = VALUES.strides
     split = tl.program_id(0)
     block = tl.program_id(1)
     each_query = tl.program_id(2).to(tl.int64)
@@ -175,9 +186,9 @@ def attend_latents_kernel(
     if COUNTED:
         rows += b * rows_b
         length = tl.load(lengths + b * lengths_b)
-        n_sinks = tl.load(rows + 3)
-        oldest_slot = tl.load(rows + 4)
-        in_ring = tl.load(rows + 5)
+        n_sinks = tl.load(rows + SINKS)
+        oldest_slot = tl.load(rows + RING_START)
+        in_ring = tl.load(rows + RING_TOKENS)
     if MASK:
         mask += b * mask_b
     panel = each_query * tl.num_programs(1) + block
@@ -187,17 +198,17 @@ def attend_latents_kernel(
     state = (tl.full([R], MASKED_SCORE, tl.float32), tl.zeros([R], tl.float32), tl.zeros([R, D], tl.float32))
 
     if EXACT and split == 0:
-        x_rows = query + (b * query_b + row // queries * query_h + number * query_q)[:, None]
+        x_rows = query + (b * query_strides[0] + row // queries * query_strides[1] + number * query_strides[2])[:, None]
         x_latent = tl.load(x_rows + d[None, :])
         x_rope = tl.load(x_rows + D + p[None, :])
         newest = n_sinks + length + in_ring - (queries - number if CAUSAL else tl.full([R], 1, tl.int32))
         state = _exact_tiles(
-            D, P, TX, MASK, ARCH, False, state, x_latent, x_rope, scaling, exact[0] + b * exact_strides[0], exact_strides[2],
-            exact[1] + b * exact_strides[3], exact_strides[5], n_sinks, 0, newest, mask, mask_t, 0, 0,
+            D, P, TX, MASK, ARCH, False, state, x_latent, x_rope, scaling, exact[0] + b * exact[4], exact[6],
+            exact[1] + b * exact[7], exact[9], n_sinks, 0, newest, mask, mask_t, 0, 0,
         )  # fmt: skip
         m, l, acc = _exact_tiles(
-            D, P, TX, MASK, ARCH, COUNTED, state, x_latent, x_rope, scaling, exact[2] + b * exact_strides[6], exact_strides[8],
-            exact[3] + b * exact_strides[9], exact_strides[11], n_residual, n_sinks + length, newest, mask, mask_t, oldest_slot, in_ring,
+            D, P, TX, MASK, ARCH, COUNTED, state, x_latent, x_rope, scaling, exact[2] + b * exact[10], exact[12],
+            exact[3] + b * exact[13], exact[15], n_residual, n_sinks + length, newest, mask, mask_t, oldest_slot, in_ring,
         )  # fmt: skip
         tl.store(out + d[None, :], acc, mask=live[:, None])
     else:
@@ -210,24 +221,24 @@ def attend_latents_kernel(
         if CHOSEN:
             length = tl.load(counts + each_query)
             chosen += each_query * table_b
-        each = _tiles_of_split(length, tl.maximum(splits - EXACT, 1), least, T)
+        each = tokens_of_split(length, tl.maximum(splits - EXACT, 1), least, T)
         low = tl.multiple_of((split - EXACT) * each, T)
         high = tl.minimum(low + each, length)
-        hides = _hides(mask, n_sinks + low, n_sinks + high, mask_t) if MASK and not CHOSEN else False
+        hides = hides_any(mask, n_sinks + low, n_sinks + high, mask_t) if MASK and not CHOSEN else False
         t = tl.arange(0, T)
         unit = 1e-30  # that of the output
         if low < high:
             table += each_query * table_b
             UNIT: tl.constexpr = CHOSEN if CHOSEN else PAGE
-            k_head = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), k_strides, b, h)
-            v_head = head_of(V, V_ONCE, (v_planes[0], v_planes[1], v_planes[2]), v_strides, b, h)
-            unit = tl.maximum(_norm(K, D, K_ONCE, k_head, k_strides, table, chosen, low, high, PAGE, BASE, CHOSEN), unit)
-            rope_norm = _norm(V, P, V_ONCE, v_head, v_strides, table, chosen, low, high, PAGE, BASE, CHOSEN)
+            k_head = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), K_STRIDES, b, h)
+            v_head = head_of(V, V_ONCE, (v_planes[0], v_planes[1], v_planes[2]), V_STRIDES, b, h)
+            unit = tl.maximum(_norm(K, D, K_ONCE, k_head, K_STRIDES, table, chosen, low, high, PAGE, BASE, CHOSEN), unit)
+            rope_norm = _norm(V, P, V_ONCE, v_head, V_STRIDES, table, chosen, low, high, PAGE, BASE, CHOSEN)
             factor *= unit
             rope_factor *= rope_norm
             place = tl.minimum(low + t, high - 1)
             page = _page_of_tile(table, low, high, place, UNIT, BASE)
-            k_here, v_here = page_of(K, D, K_ONCE, k_head, k_strides, page, 0), page_of(V, P, V_ONCE, v_head, v_strides, page, 0)
+            k_here, v_here = page_of(K, D, K_ONCE, k_head, K_STRIDES, page, 0), page_of(V, P, V_ONCE, v_head, V_STRIDES, page, 0)
             here = _token_of(chosen, place, CHOSEN)
             stored = (_stored(K, K_ONCE, D, k_here, here % PAGE, ARCH), _stored(V, V_ONCE, P, v_here, here % PAGE, ARCH))
             for token in tl.range(low, high, T, num_stages=1):
@@ -238,7 +249,7 @@ def attend_latents_kernel(
                 # The next tile, after the product: until then, the fence that hands tiles to it would wait for these loads.
                 place = tl.minimum(token + T + t, high - 1)
                 page = _page_of_tile(table, token + T, high, place, UNIT, BASE)
-                k_here, v_here = page_of(K, D, K_ONCE, k_head, k_strides, page, 0), page_of(V, P, V_ONCE, v_head, v_strides, page, 0)
+                k_here, v_here = page_of(K, D, K_ONCE, k_head, K_STRIDES, page, 0), page_of(V, P, V_ONCE, v_head, V_STRIDES, page, 0)
                 valid = token + t < high
                 here = _token_of(chosen, place, CHOSEN)
                 stored = (_stored(K, K_ONCE, D, k_here, here % PAGE, ARCH), _stored(V, V_ONCE, P, v_here, here % PAGE, ARCH))
@@ -254,9 +265,8 @@ def attend_latents_kernel(
         place = d // 2 % PER * WORDS + word  # plane after plane, as `reduce_kernel` reads them
         tl.store(out + place[None, :], acc * (unit * (unit_of(K) / _power(K))), mask=live[:, None])
     entry = (panel * splits + split) * R + tl.arange(0, R)
-    entries = tl.num_programs(2).to(tl.int64) * tl.num_programs(1) * (splits * R)
-    tl.store(part + (entries * D + entry), m)
-    tl.store(part + (entries * (D + 1) + entry), l)
+    tl.store(tops + entry * 2, m)
+    tl.store(tops + entry * 2 + 1, l)
 
 
 def launched(arch: int, rows: int) -> Launch:
@@ -354,7 +364,7 @@ def attend_latent_pages(
     over those that it sees."""
     layer, (batch, heads, queries, _), device = layer_of(inputs), query.shape, query.device
     kind, (sinks, region, ring) = layer.kind, inputs.slots
-    rank, rope, empty = kind.constants["D"], kind.constants["DV"], kind.empty
+    rank, rope, empty = kind.constants["KEYS"].dim, kind.constants["VALUES"].dim, kind.empty
     arch, processors = architecture(device)
     rows, base2, exact, gathers = heads * queries, float(scaling * LOG2E.value), int(sinks + ring > 0), _gathers(inputs, mask, chosen)
     launch = launched(arch, heads if gathers else rows)
@@ -386,22 +396,21 @@ def attend_latent_pages(
         + exact
     )
     entries = panels * splits * launch.rows
-    part = torch.empty(entries * (rank + 2), dtype=torch.float32, device=device)
-    shown, mask_strides = empty, (0, 0, 0)
+    part, tops = (torch.empty(entries * n, dtype=torch.float32, device=device) for n in (rank, 2))
+    shown, masK_STRIDES = empty, (0, 0, 0)
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())].expand(batch, 1, -1, sum(inputs.slots) if mask.shape[-1] == 1 else -1)
-        shown, mask_strides = mask.view(torch.uint8), (mask.stride(0), mask.stride(2), mask.stride(3))
-    query_strides = query.stride()
+        shown, masK_STRIDES = mask.view(torch.uint8), (mask.stride(0), mask.stride(2), mask.stride(3))
     call = Held(
-        query_b=query_strides[0], query_h=query_strides[1], query_q=query_strides[2], table_b=table_b, mask_b=mask_strides[0],
-        mask_q=mask_strides[1], mask_t=mask_strides[2], scaling=base2, n_quantized=region,
+        query_strides=tuple(query.stride()[:3]), table_b=table_b, mask_b=masK_STRIDES[0],
+        mask_q=masK_STRIDES[1], mask_t=masK_STRIDES[2], scaling=base2, n_quantized=region,
     )  # fmt: skip
     held = call, layer.held, held_of(inputs, empty)
-    launches.attend((splits, blocks, groups), query, latent, rotated, factors, table, index, counts, shown, part, held=held)
+    launches.attend((splits, blocks, groups), query, latent, rotated, factors, table, index, counts, shown, part, tops, held=held)
     out = query.new_empty_strided((batch, heads, queries, rank), launches.out_strides)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
-    join = Held(splits=splits, entries=entries)
-    launches.reduce(launches.reduce_grid, part, empty, empty, out, lse, held=(join, means))
+    join = Held(splits=splits)
+    launches.reduce(launches.reduce_grid, part, tops, empty, out, lse, held=(join, means))
     return out
 
 
@@ -424,7 +433,7 @@ def chosen_tokens(inputs: PagedInputs, mask: Tensor, queries: int, chosen: int) 
         shown = mask[..., sinks : sinks + region]
     else:
         place = torch.arange(region, device=mask.device)
-        column = (place + rows[:, SINKS, None].long()).clamp_max(mask.shape[2] - 1)
+        column = (place + rows[:, pages.SINKS, None].long()).clamp_max(mask.shape[2] - 1)
         shown = mask.gather(2, column[:, None].expand(-1, queries, -1)) & (place < inputs.pages.lengths[:, None])[:, None]  # type: ignore[index]
     index = shown.byte().topk(min(chosen, region)).indices  # what is seen, and then others
     entries = table[:, None].expand(-1, queries, -1).gather(2, index // inputs.pages.page_size)
@@ -432,7 +441,7 @@ def chosen_tokens(inputs: PagedInputs, mask: Tensor, queries: int, chosen: int) 
 
 
 OF_MEANS = "mean", "mean_b", "center", "center_b", "center_h"
-OF_LATENTS = "query_b", "query_h", "query_q", "table_b", "mask_b", "mask_q", "mask_t", "scaling", "n_quantized"
+OF_LATENTS = "query_strides", "table_b", "mask_b", "mask_q", "mask_t", "scaling", "n_quantized"
 
 
 class LatentLaunches:
@@ -440,7 +449,7 @@ class LatentLaunches:
 
     def __init__(self, kind: Kind, shape: torch.Size, unmasked: bool, causal: bool, exact: int, gathers: bool, launch: Launch) -> None:
         (batch, heads, queries, _), device, use = shape, kind.empty.device, kind.use
-        rank, rope, rows = kind.constants["D"], kind.constants["DV"], heads * queries
+        rank, rope, rows = kind.constants["KEYS"].dim, kind.constants["VALUES"].dim, heads * queries
         latent_unit, rope_unit = _units((use.key, use.value))
         self.queries = Launcher(
             query_kernel, device, ("latent", "query", "q_latent", "q_rope", "factors"),
@@ -449,22 +458,23 @@ class LatentLaunches:
             CENTERED=use.key.centered, num_warps=1,
         )  # fmt: skip
         shared = kind.constants | {"G": heads, "R": launch.rows, "EXACT": bool(exact), "queries": queries}
-        given = "query", "q_latent", "q_rope", "factors", "table", "chosen", "counts", "mask", "part"
+        given = "query", "q_latent", "q_rope", "factors", "table", "chosen", "counts", "mask", "part", "tops"
         self.attend = Launcher(
             attend_latents_kernel, device, given, (*OF_LATENTS, *OF_LAYER, *OF_INPUTS), **shared | {"TX": launch.tile // 2},
-            least=LEAST_SPLIT, P=rope, T=launch.tile, MASK=not unmasked, CAUSAL=causal and queries > 1, ARCH=architecture(device)[0],
+            least=LEAST_SPLIT, T=launch.tile, MASK=not unmasked, CAUSAL=causal and queries > 1, ARCH=architecture(device)[0],
             CHOSEN=int(gathers), num_warps=launch.warps, num_stages=1,
         )  # fmt: skip
         block = rotation_block(rank) if use.key.rotated else 1
         columns = rank if use.key.rotated else 32
         self.out_strides = heads * queries * rank, rank, heads * rank, 1
-        strides = dict(zip(("out_stride_b", "out_stride_h", "out_stride_q"), self.out_strides, strict=False))
+        out_strides = self.out_strides[:3]
         if gathers:  # each query is a row of its own
-            batch, queries, rows, strides["out_stride_b"] = batch * queries, 1, heads, heads * rank
+            batch, queries, rows, out_strides = batch * queries, 1, heads, (heads * rank, *out_strides[1:])
         self.reduce_grid = rows, batch, rank // columns
         self.reduce = Launcher(
-            reduce_kernel, device, ("part", "firsts", "sinks", "out", "lse"), ("splits", "entries", *OF_MEANS),
-            **shared | {"V": use.key, "DV": rank, "queries": queries}, C=columns, S=32, SINKS=False, ITEMS=False, TURN=block**-0.5,
-            STAGES=block.bit_length() - 1, signs=use.signs, blocks=-(-rows // launch.rows), heads=1,
-            num_warps=4 if use.key.rotated else 1, **strides,
+            reduce_kernel, device, ("part", "tops", "sinks", "out", "lse"), ("splits", *OF_MEANS),
+            **shared | {"V": use.key, "DV": rank, "queries": queries}, C=columns, S=32, SINKS=False, ITEMS=False, SHARED=0,
+            TURN=block**-0.5, STAGES=block.bit_length() - 1, signs=use.signs, blocks=-(-rows // launch.rows), heads=1, firsts=None,
+            shares=None, before=0, branches=1, shared_splits=0, shared_blocks=0, out_strides=out_strides,
+            num_warps=4 if use.key.rotated else 1,
         )  # fmt: skip

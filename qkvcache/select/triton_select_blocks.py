@@ -5,6 +5,7 @@ Neither waits for the host, nor does work if all tokens fit in the budget, so th
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -17,9 +18,11 @@ from ..kernels.attend.launches import architecture
 from ..kernels.attend.plan import OF_CALL, OF_INPUTS, Layer, Plan, held_of, layer_of, plane_strides
 from ..kernels.attend.reference import Options
 from ..kernels.attend.triton_attend import (
-    _hides,
+    BEGIN,
+    SINKS,
     entry_of,
     head_of,
+    hides_any,
     key_scores,
     page_of,
     query_planes,
@@ -51,17 +54,16 @@ def read_of(stored, tokens, share):
 
 @triton.jit(
     do_not_specialize=[
-        "scaling", "softcap", "n_sinks", "n_quantized", "tokens", "share", "heads", "queries", "room", "table_b", "rows_b", "lengths_b",
-        "mask_b", "mask_h", "mask_q", "mask_t",
+        "scaling", "n_sinks", "n_quantized", "tokens", "share", "heads", "queries", "room", "table_b", "rows_b", "lengths_b", "mask_b",
+        "mask_h", "mask_q", "mask_t",
     ]
 )  # fmt: skip
 def score_blocks_kernel(
-    region_query, rotation, signs, table, rows, lengths, items, k_planes, mask, scores,
-    query_b, query_h, query_q, table_b, rows_b, lengths_b, mean_strides, mask_b, mask_h, mask_q, mask_t,
-    scaling, softcap, n_sinks, n_quantized, tokens, share, heads, queries, room,
-    K: tl.constexpr, D: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr,
-    COUNTED: tl.constexpr, K_ONCE: tl.constexpr, k_strides: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
-    ARCH: tl.constexpr, TURN: tl.constexpr, ITEMS: tl.constexpr, BLOCK: tl.constexpr,
+    region_query, rotation, table, rows, lengths, items, k_planes, mask, scores,
+    query_strides, table_b, rows_b, lengths_b, mean_strides, mask_b, mask_h, mask_q, mask_t, scaling, n_sinks, n_quantized, tokens, share,
+    heads, queries, room,
+    KEYS: tl.constexpr, PAGES: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr, SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr, ARCH: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     """The log of the summed weights of each block, without the normaliser, to base 2. Grid (splits, blocks of R query rows, B * H), or with
     ITEMS (N, blocks, H) for the N splits of all rows.
@@ -70,24 +72,32 @@ def score_blocks_kernel(
     tokens, share  `pages.AttentionBudget`                       room       blocks of `n_quantized` tokens
     other arguments   as of `triton_attend.attend_kernel`, of keys
     """
+    COUNTED: tl.constexpr = rows is not None
+    K: tl.constexpr = KEYS.layout
+    D: tl.constexpr = KEYS.dim
+    K_ONCE: tl.constexpr = KEYS.once
+    K_STRIDES: tl.constexpr = KEYS.strides
+    TURN: tl.constexpr = KEYS.turn
+    PAGE: tl.constexpr = PAGES[0]
+    BASE: tl.constexpr = PAGES[1]
     split = tl.program_id(0)
     block = tl.program_id(1)
     bh = tl.program_id(2)
     b = (bh // heads).to(tl.int64)
     h = bh % heads
     if ITEMS:
-        b = tl.load(items + split * 3).to(tl.int64)
-        low = tl.multiple_of(tl.load(items + split * 3 + 1), T)
-        high = tl.load(items + split * 3 + 2)
+        b = tl.load(items + split * ITEMS).to(tl.int64)
+        low = tl.multiple_of(tl.load(items + split * ITEMS + 1), T)
+        high = tl.load(items + split * ITEMS + 2)
         bh = b * heads + h
     first_token, shift, length = 0, n_sinks, n_quantized
     if COUNTED:
         rows += b * rows_b
-        first_token = tl.load(rows)
-        shift = tl.load(rows + 3) - first_token  # from places among the quantized tokens to columns
+        first_token = tl.load(rows + BEGIN)
+        shift = tl.load(rows + SINKS) - first_token  # from places among the quantized tokens to columns
         length = tl.load(lengths + b * lengths_b)
-    end = tl.cdiv(length, BLOCK)
-    stored = end - first_token // BLOCK
+    end = tl.cdiv(length, _BLOCK)
+    stored = end - first_token // _BLOCK
     if not ITEMS:
         each = tl.cdiv(tl.cdiv(length, tl.num_programs(0)), T) * T
         low = tl.multiple_of(split * each, T)
@@ -100,24 +110,24 @@ def score_blocks_kernel(
         row = tl.minimum(r, G * queries - 1)
         head = h * G + row // queries
         number = row % queries
-        q_rows = b * query_b + head * query_h + number * query_q
+        q_rows = b * query_strides[0] + head * query_strides[1] + number * query_strides[2]
         mean, shifts = k_planes[3], k_planes[4]
         if K.centered:
             mean += b * mean_strides[0] + h * mean_strides[1]
-        q = query_planes(K, KW, KT, D, G, TURN, ARCH, SOFTCAP, region_query, q_rows, live, rotation, signs, mean, scaling)
+        q = query_planes(K, KW, KT, D, TURN, ARCH, SOFTCAP, region_query, q_rows, live, rotation, mean, scaling)
         hides = True
         if MASK == "row":
             mask += b * mask_b
-            hides = _hides(mask, shift + tl.maximum(low, first_token), shift + high, mask_t)
-        visible = mask, b * mask_b + head * mask_h + number * mask_q, mask_t, 0, softcap
+            hides = hides_any(mask, shift + tl.maximum(low, first_token), shift + high, mask_t)
+        visible = mask, b * mask_b + head * mask_h + number * mask_q, mask_t, 0
         t = tl.arange(0, T)
-        i = tl.arange(0, T // BLOCK)
+        i = tl.arange(0, T // _BLOCK)
         table += b * table_b
-        planes = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), k_strides, b, h)
+        planes = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), K_STRIDES, b, h)
         scores += bh.to(tl.int64) * room * (G * queries)
         page = entry_of(table, low, True, PAGE, BASE)
         for token in range(low, high, T):
-            codes, bits, scales = page_of(K, D, K_ONCE, planes, k_strides, page, token % PAGE)
+            codes, bits, scales = page_of(K, D, K_ONCE, planes, K_STRIDES, page, token % PAGE)
             page = entry_of(table, token + T, token + T < high, PAGE, BASE)
             same = tl.multiple_of(token % 32, 32)  # as in `attend_kernel`
             place = token + t
@@ -125,10 +135,10 @@ def score_blocks_kernel(
             column = shift + tl.minimum(tl.maximum(place, first_token), high - 1)
             s = key_scores(K, D, K_ONCE, SOFTCAP, MASK, ARCH, q, (codes, bits, shifts + same), scales, valid, visible, hides, column)
             s = tl.where(valid[:, None], s, MASKED_SCORE)
-            s = tl.reshape(s, [T // BLOCK, BLOCK, R])
+            s = tl.reshape(s, [T // _BLOCK, _BLOCK, R])
             top = tl.max(s, 1)
             sums = top + log2(tl.sum(exp2(s - tl.expand_dims(top, 1), ARCH), 1), ARCH)
-            at = token // BLOCK + i
+            at = token // _BLOCK + i
             tl.store(scores + at[:, None] * (G * queries) + r[None, :], sums, mask=(at < end)[:, None] & live[None, :])
 
 
@@ -151,7 +161,7 @@ def choose_blocks_kernel(
     b = (bh // heads).to(tl.int64)
     first, length = 0, n_quantized
     if COUNTED:
-        first = tl.load(rows + b * rows_b) // BLOCK
+        first = tl.load(rows + b * rows_b + BEGIN) // BLOCK
         length = tl.load(lengths + b * lengths_b)
     end = tl.cdiv(length, BLOCK)
     stored = tl.maximum(end - first, 0)
@@ -194,16 +204,17 @@ def _keys(layer: Layer, pages: Pages) -> tuple[Held, dict[str, Any]]:
     """The planes of keys that choose blocks, and their layout and strides: of the upper halves of codes, where they have a plane of their
     own, and of the index, where the pages lie in host memory."""
     kind = layer.kind
-    layout, planes, strides = kind.use.key, layer.held.values["k_planes"], kind.constants["k_strides"]
+    keys, planes = kind.constants["KEYS"], layer.held.values["k_planes"]
+    layout, strides = keys.layout, keys.strides
     upper = layout.upper or layout
     if pages.index is not None:
         planes = *planes_of(upper, pages.index.planes[0] | pages.statistics[0]), *planes[3:]
-        strides = plane_strides(planes[:4], kind.constants["K_ONCE"])[:6]
+        strides = plane_strides(planes[:4], keys.once)[:6]
     elif upper is not layout:
         (low, high, *others), strides = planes, (*strides[2:4], *strides[:2], *strides[4:])
         planes = high, low, *others
     held = Held(k_planes=planes, mean_strides=layer.held.values["mean_strides"])
-    return held, {"K": upper, "k_strides": strides, "num_stages": stages_of(upper)}
+    return held, {"KEYS": replace(keys, layout=upper, strides=strides), "num_stages": stages_of(upper)}
 
 
 def select_blocks(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, **options: Unpack[Options]) -> Selection:
@@ -229,7 +240,7 @@ def _score(
 ) -> None:
     """A launch of `score_blocks_kernel`."""
     splits, layer = inputs.splits, layer_of(inputs)
-    plan = Plan(query, inputs, mask, options, None, splits)
+    plan = Plan(query, inputs, mask, options, None, None if splits is None else splits.items)
     launches = plan.launches
     arch, processors = architecture(query.device)
     panels, small = launches.batch * launches.heads, 8 if rows <= 8 and (arch or query.device.type == "cpu") else 16
@@ -240,7 +251,7 @@ def _score(
         inputs.launches[key] = _keys(layer, inputs.pages)
     keys, constants = inputs.launches[key]
     if key not in launches.others:
-        sizes = {"R": small, "T": TILE, "BLOCK": BLOCK, "num_warps": 1}
+        sizes = {"R": small, "T": TILE, "num_warps": 1}
         given, of = ("region_query", "scores"), (*OF_KEYS, *OF_LIMITS, "table", "table_b", *OF_INPUTS, *OF_CALL)
         launches.others[key] = Launcher(score_blocks_kernel, query.device, given, of, **launches.fixed | constants | sizes)
     grid = (parts, row_blocks, panels) if splits is None else (len(splits.items), row_blocks, launches.heads)

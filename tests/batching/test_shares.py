@@ -89,10 +89,10 @@ def test_answers_of_prompts_that_begin_alike(monkeypatch):
     ids = [*(begin + more for more in prompts(20, 9, 40, seed=1)), *prompts(90, seed=2)]
     real = plan.Plan.__init__
 
-    def watched(self, query, *args, **options):
-        real(self, query, *args, **options)
-        if options.get("panel"):
-            calls.append((len(query), self.items.items[:, 3].amax().item()))
+    def watched(self, query, inputs, *args, **options):
+        real(self, query, inputs, *args, **options)
+        if self.items is not None and self.items.shape[1] > 3:
+            calls.append((len(query), inputs.splits.shares[:, 1].amax().item()))
 
     monkeypatch.setattr(plan.Plan, "__init__", watched)
     zones = {"num_sink_tokens": 2, "residual_length": 4}

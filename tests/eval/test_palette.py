@@ -22,12 +22,6 @@ def test_names_of_rows_have_the_color_of_their_policy_or_family():
     assert palette.format_color("turboquant_4bit_nc_uncentered") == palette.FAMILIES["turboquant"]
 
 
-def test_lines_of_one_color_differ():
-    names = ["snapkv", "snapkv, adakv", "h2o", *(f"h2o, {i}" for i in range(5))]
-    styles = palette.line_styles(names, palette.policy_color)
-    assert list(styles) == names and len({tuple(style.values()) for style in styles.values()}) == len(names)
-
-
 def test_no_script_chooses_colors_of_its_own():
     for script in EVAL.glob("*.py"):
         text = script.read_text()

@@ -100,11 +100,9 @@ def test_a_chat_explains_wrong_input(arguments, says, capsys):
     assert says in f"{found.value} {capsys.readouterr().err}"
 
 
-def test_a_chat_with_a_real_model(document):
-    try:
-        models.folder("smollm2")
-    except ModuleNotFoundError as error:
-        pytest.skip(str(error))
+def test_a_chat_with_a_real_model(document, monkeypatch):
+    monkeypatch.setattr(models.wheels.Wheels, "_get", lambda *args: pytest.skip("smollm2 was not downloaded before: make chat"))
+    models.folder("smollm2")
     document.write_text(document.read_text().replace("The code word of Anna is dilzon", "The name of the head gardener is Margaret Finch"))
     questions = ["What is the name of the head gardener?", "What is the name of the gardener?"]
     options = ["--document", str(document), "--tokens", "400", "--new-tokens", "12", "--dtype", "float32"]

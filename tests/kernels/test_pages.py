@@ -205,13 +205,15 @@ def test_splits_of_shared_tokens(programs):
         read, firsts = splits.shared.tolist(), splits.firsts.tolist()
         for b, length in enumerate(lengths.tolist()):
             own = [item[1:] for item in splits.items.tolist() if item[0] == b and (item[1] < 0 or item[1] < item[2])]
-            pieces = [piece for piece in read if b in piece[4:] and piece[1] < piece[2]]
-            assert all(piece[0] == piece[4] and piece[4:] == shares[b, 1:].tolist() for piece in pieces) and own[0][0] < 0
+            pieces = [piece for piece in read if b in piece[3:] and piece[1] < piece[2]]
+            assert all(piece[0] == piece[3] and piece[3:] == shares[b, 1:].tolist() for piece in pieces) and own[0][0] < 0
             spans = sorted([*(item[:2] for item in own[1:]), *(piece[1:3] for piece in pieces)])
             assert [0, *(end for _, end in spans)] == [*(begin for begin, _ in spans), length]
-            mine = [*(number for *_, number in own), *(firsts[b + 1] - piece[3] for piece in pieces)]
-            assert mine == list(range(firsts[b], firsts[b + 1])) and len(pieces) <= reference.MOST_SPLITS
-        assert firsts[-1] <= splits.count
+            first, count, place = splits.shares[b].tolist()
+            assert read[first : first + count] == pieces and len(pieces) <= reference.MOST_SPLITS
+            assert all(piece[3 + place] == b for piece in pieces)
+            assert splits.items[firsts[b] : firsts[b + 1], 0].tolist() == [b] * len(own)
+        assert firsts[-1] <= len(splits.items)
 
 
 @KERNELS

@@ -179,7 +179,7 @@ def test_steps_of_heads_that_share_a_budget(monkeypatch):
     that reads the scores of pages."""
     one = H2O(budget=100, num_sink_tokens=4, recent=8, interval=4)
     own, shared = (decoded(monkeypatch, policy, 6) for policy in (one, AdaKV(one)))
-    assert own[1] == own[2] == ["_step_kernel", "attend_kernel", "reduce_kernel", "sum_splits_kernel", "add", "add"]
+    assert own[1] == own[2] == ["_step_kernel", "attend_kernel", "reduce_kernel", "sum_keys_kernel", "add", "add"]
     assert len(own[3]) < 60, own[3]  # an eviction of four tokens
     assert len(shared[1]) == len(shared[2]) == len(own[1]) + 3 == 9
     assert len(shared[4]) == 10  # and again after an eviction

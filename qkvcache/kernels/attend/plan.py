@@ -16,29 +16,26 @@ from torch import Tensor
 
 from ...formats.base import Codec
 from ..host.launch import Held, Launcher
-from ..host.tables import Tables, tables
-from ..pages import BLOCK, MOST_SPLITS, PagedInputs, Splits
+from ..host.tables import Side, Tables, tables
+from ..pages import BLOCK, MOST_SPLITS, TOGETHER, PagedInputs
 from ..segments import layout_of, planes_of
-from ..triton_sum_splits import EXACT_GRAIN, REGION_GRAIN, sum_splits_kernel
 from . import launches as fused
-from .launches import EXACT_TILE, Launch, architecture, in_tiles, launched, split, tiled
+from .launches import Launch, architecture, in_tiles, launched, split, tiled
 from .reference import Options
 from .triton_attend import attend_kernel
 from .triton_join import reduce_kernel, rotate_kernel
+from .triton_sum_keys import sum_keys_kernel
 from .triton_tiles import attend_tiles_kernel
 
-SUM_TOKENS = 1024
-"""Tokens of a program that sums attention."""
 OF_LAYER = "k_planes", "v_planes", "mean_strides", "center", "center_b", "center_h"
 """Arguments of kernels that are the same in all steps of a layer."""
 OF_INPUTS = (
-    "exact", "exact_strides", "n_sinks", "n_residual", "rows", "rows_b", "lengths", "lengths_b", "lengths_h", "table", "table_b",
-    "table_h", "blocks", "read", "room",
+    "exact", "n_sinks", "n_residual", "rows", "rows_b", "lengths", "lengths_b", "lengths_h", "table", "table_b", "table_h", "chosen",
 )  # fmt: skip
 """Arguments that are the same in all calls over the same inputs."""
 OF_CALL = (
-    "mask", "mask_b", "mask_h", "mask_q", "mask_t", "query_b", "query_h", "query_q", "scaling", "softcap", "n_quantized", "least",
-    "entries", "before", "splits", "skip", "branches", "items", "firsts",
+    "mask", "mask_b", "mask_h", "mask_q", "mask_t", "query_strides", "scaling", "n_quantized", "least", "skip", "items", "firsts", "shares",
+    "splits", "before", "branches", "shared_splits", "shared_blocks",
 )  # fmt: skip
 """Arguments that are the same in all layers of a step."""
 
@@ -98,9 +95,10 @@ def _kind(
     v_strides: tuple[int, ...],
 ) -> Kind:
     use = tables(codecs, *dims, device)
+    turn = use.factor if use.whole is None else 1.0
     constants = {
-        "K": use.key, "V": use.value, "D": dims[0], "DV": dims[1], "TX": EXACT_TILE, "PAGE": page_size, "BASE": base, "COUNTED": counted,
-        "K_ONCE": int(once[0]), "V_ONCE": int(once[1]), "k_strides": k_strides, "v_strides": v_strides,
+        "KEYS": Side(use.key, dims[0], once[0], k_strides, turn), "VALUES": Side(use.value, dims[1], once[1], v_strides),
+        "PAGES": (page_size, base), "COUNTED": counted,
     }  # fmt: skip
     return Kind(use, constants)
 
@@ -121,17 +119,15 @@ def held_of(inputs: PagedInputs, empty: Tensor) -> Held:
     if selection is None and "attention" in inputs.held:
         return inputs.held["attention"]
     rows, pages, exact, (sinks, _, ring) = inputs.rows, inputs.pages, (*inputs.sinks, *inputs.ring), inputs.slots
-    lengths = None if rows is None else pages.lengths
-    (table_b, table_h, lengths_b, lengths_h), table, blocks, read = pages.strides, pages.table, empty, empty
+    (table_b, table_h, lengths_b, lengths_h), table, chosen = pages.strides, pages.table, None
     if selection is not None:
-        table, blocks, read, (table_b, table_h, _) = (
-            selection.entries, selection.blocks, selection.lengths, selection.entries.stride()
-        )  # fmt: skip
+        table, chosen = selection.entries, (selection.blocks, selection.lengths)
+        table_b, table_h, _ = table.stride()
     held = Held(
-        exact=exact, exact_strides=tuple(n for x in exact for n in x.stride()[:3]), n_sinks=sinks, n_residual=ring,
-        rows=empty if rows is None else rows, rows_b=0 if rows is None else rows.stride(0), lengths=empty if lengths is None else lengths,
-        lengths_b=lengths_b, lengths_h=lengths_h, table=table, table_b=table_b, table_h=table_h, blocks=blocks, read=read,
-        room=blocks.shape[-1],
+        exact=(*exact, *(n for x in exact for n in x.stride()[:3])), n_sinks=sinks, n_residual=ring,
+        rows=rows, rows_b=0 if rows is None else rows.stride(0),
+        lengths=None if rows is None else pages.lengths, lengths_b=lengths_b, lengths_h=lengths_h, table=table, table_b=table_b,
+        table_h=table_h, chosen=chosen,
     )  # fmt: skip
     if selection is None:
         inputs.held["attention"] = held
@@ -145,9 +141,9 @@ class Form(NamedTuple):
     heads: KV heads.
     mask: the kind of mask: "none", "row", "bool" or "float".
     exact: whether there are exact tokens, or slots for them.
+    softcap: the cap of scores; None: none.
     items: columns of the items of `Splits` that divide the rows among programs; 0: nothing does.
     selected: whether a `Selection` says what is read.
-    panel: query rows in blocks of the launch whose rows of the batch this one's rows are read for; 0: its own.
     """
 
     shape: torch.Size
@@ -155,12 +151,10 @@ class Form(NamedTuple):
     mask: str
     exact: bool
     causal: bool
-    softcap: bool
+    softcap: float | None
     sinks: bool
-    observed: bool
     items: int
     selected: bool
-    panel: int
     launch: Launch | None
 
 
@@ -168,31 +162,24 @@ class Launches:
     """The kernels of calls of one form, with all constants."""
 
     def __init__(self, kind: Kind, form: Form) -> None:
-        use, device, constants = kind.use, kind.empty.device, kind.constants
-        self.batch, query_heads, self.queries, dim = form.shape
-        self.heads, self.value_dim, self.exact = form.heads, constants["DV"], form.exact
+        use, device, keys, values = kind.use, kind.empty.device, kind.constants["KEYS"], kind.constants["VALUES"]
+        self.batch, query_heads, self.queries, _ = form.shape
+        self.heads, self.value_dim, self.exact = form.heads, values.dim, form.exact
         self.groups = query_heads // self.heads
         arch, processors = architecture(device)
         rows, nvidia = self.groups * self.queries, bool(arch) or device.type == "cpu"
-        # Weights that are stored need the registers that more rows would.
-        several = nvidia and not form.observed
-        launch = form.launch or launched(use.key, use.value, max(dim, self.value_dim), rows, several)
+        launch = form.launch or launched(use.key, use.value, max(keys.dim, values.dim), rows, nvidia)
         self.tile = min(launch.tile, BLOCK) if form.selected and not launch.many else launch.tile
         self.rows, self.many = launch.rows if nvidia else 16, launch.many
         self.blocks, self.programs = -(-rows // self.rows), processors * launch.programs
         self.panels = (1 if form.items else self.batch) * self.heads * self.blocks  # each is read by as many programs as there are splits
-        # Columns of the scratch of accumulated attention: at least the two that a thread holds.
-        self.width = max(triton.next_power_of_2(min(rows, self.rows)), 2) if form.observed else 0
-        columns = triton.next_power_of_2(self.value_dim) if use.value.rotated else 32
         self.out_shape = self.batch, query_heads, self.queries, self.value_dim
         # The heads of a query are next to each other, as transformers asks for.
         self.out_strides = query_heads * self.queries * self.value_dim, self.value_dim, query_heads * self.value_dim, 1
         self.fixed = {
-            **constants, "G": self.groups, "R": self.rows, "T": self.tile, "SOFTCAP": form.softcap, "MASK": form.mask, "ARCH": arch,
-            "CAUSAL": form.causal and self.queries > 1, "EXACT": self.exact, "TURN": use.factor if use.whole is None else 1.0,
-            "ATTENTION_SUMS": self.width, "WIDTH": self.width, "ITEMS": form.items, "BLOCK": BLOCK if form.selected else 0,
-            "N": SUM_TOKENS, "PANEL": form.panel, "heads": self.heads, "queries": self.queries, "signs": use.signs,
-            "rotation": use.rotation,
+            **kind.constants, "G": self.groups, "R": self.rows, "T": self.tile, "SOFTCAP": form.softcap, "MASK": form.mask, "ARCH": arch,
+            "CAUSAL": form.causal and self.queries > 1, "EXACT": self.exact, "ITEMS": form.items, "heads": self.heads,
+            "queries": self.queries, "rotation": (use.rotation, use.signs),
         }  # fmt: skip
         """Arguments that launches of other kernels may share."""
         self.others: dict[str, Launcher] = {}
@@ -203,22 +190,33 @@ class Launches:
         held = (*OF_LAYER, *OF_INPUTS, *OF_CALL)
         if launch.many:
             tiles = {"rotation": use.matrix, "MASK": form.mask != "none"}
-            self.attend = Launcher(attend_tiles_kernel, device, ("query", "part"), held, **self.fixed | options | tiles)
+            self.attend = Launcher(attend_tiles_kernel, device, ("query", "part", "tops"), held, **self.fixed | options | tiles)
         else:
-            given = "query", "region_query", "part", "weights", "tops"
+            given = "query", "region_query", "part", "tops"
             self.attend = Launcher(attend_kernel, device, given, held, **self.fixed | options)
-        if form.observed:
-            given = "weights", "tops", "lse", "observed", "attention_sums"
-            sizes = "slots", "grains", "n_quantized", "blocks"
-            self.sum = Launcher(sum_splits_kernel, device, given, (*sizes, *OF_INPUTS), **self.fixed, num_warps=4)
-        strides = dict(zip(("out_stride_b", "out_stride_h", "out_stride_q"), self.out_strides, strict=False))
-        reduce = {
-            "blocks": self.blocks, "C": columns, "S": 32, "SINKS": form.sinks, "TURN": use.v_block**-0.5,
-            "STAGES": use.v_block.bit_length() - 1, "signs": use.v_signs,
-            "num_warps": 8 if columns > 256 else 4 if use.value.rotated else 1, **strides,
+        columns = triton.next_power_of_2(self.value_dim) if use.value.rotated else 32
+        self.joining = {
+            "V": use.value, "DV": self.value_dim, "blocks": self.blocks, "C": columns, "S": 32, "SINKS": form.sinks,
+            "TURN": use.v_block**-0.5, "STAGES": use.v_block.bit_length() - 1, "signs": use.v_signs, "out_strides": self.out_strides[:3],
+            "num_warps": 8 if columns > 256 else 4 if use.value.rotated else 1,
         }  # fmt: skip
-        self.reduce = Launcher(reduce_kernel, device, ("part", "sinks", "out", "lse"), (*OF_LAYER, *OF_CALL), **self.fixed | reduce)
         self.reduce_grid = rows, self.batch * self.heads, -(-self.value_dim // columns)
+
+    @functools.cached_property
+    def sum(self) -> Launcher:
+        """The launch that sums the weights of tokens."""
+        rows = min(max(triton.next_power_of_2(self.groups * self.queries), 16), fused.SUMS.rows)
+        own = {"R": rows, "T": fused.SUMS.tile, "TILES": fused.SUM_SPAN // fused.SUMS.tile, "num_warps": 1 if rows == 16 else 4}
+        given, held = ("query", "region_query", "lse", "observed", "sums"), (*OF_LAYER, *OF_INPUTS, *OF_CALL)
+        return Launcher(sum_keys_kernel, self.attend.device, given, held, **self.fixed | own, num_stages=fused.SUMS.stages)
+
+    def reduce(self, shared: int) -> Launcher:
+        """The launch that joins splits with those of a second launch, of so many query rows in a block; 0: there is none."""
+        key = f"joins {shared} rows"
+        if key not in self.others:
+            given, device = ("part", "tops", "sinks", "out", "lse"), self.attend.device
+            self.others[key] = Launcher(reduce_kernel, device, given, (*OF_LAYER, *OF_CALL), **self.fixed | self.joining, SHARED=shared)
+        return self.others[key]
 
 
 class Plan:
@@ -230,7 +228,6 @@ class Plan:
         launch: for measuring; chosen by format otherwise.
         items: divide the rows among programs.
         skip: tokens at the beginning of pages that another plan reads.
-        panel: as of `Form`.
     """
 
     def __init__(
@@ -240,12 +237,11 @@ class Plan:
         mask: Tensor | None,
         options: Options,
         launch: Launch | None = None,
-        items: Splits | None = None,
+        items: Tensor | None = None,
         skip: int = 0,
-        panel: int = 0,
     ) -> None:
         self.kind = kind = layer_of(inputs).kind
-        self.empty, self.items, self.tokens, self.branches = kind.empty, items, inputs.tokens, inputs.branches
+        self.empty, self.items, self.tokens, self.splits_of_rows = kind.empty, items, inputs.tokens, inputs.splits
         self.zones = zones = (region, sinks, ring) = (inputs.slots[1], inputs.slots[0], inputs.slots[2])
         self.skip, self.max_length, shape = skip, inputs.max_length, query.shape
         scaling, softcap = options.get("scaling"), options.get("softcap")
@@ -260,23 +256,26 @@ class Plan:
                 shown, mask = "row" if same else "bool", mask.view(torch.uint8)
             self.mask = mask
         self.query_strides = self._laid_out(query).stride()
-        self.scaling, self.softcap = float(shape[3] ** -0.5 if scaling is None else scaling), float(softcap or 1.0)
+        self.scaling = float(shape[3] ** -0.5 if scaling is None else scaling)
         form = Form(
-            shape, inputs.ring[0].shape[1], shown, inputs.exact and sinks + ring > 0, options.get("causal", False), softcap is not None,
-            options.get("sinks") is not None, options.get("observed") is not None, 0 if items is None else items.items.shape[1],
-            inputs.selection is not None, panel, launch,
+            shape, inputs.ring[0].shape[1], shown, inputs.exact and sinks + ring > 0, options.get("causal", False),
+            None if softcap is None else float(softcap), options.get("sinks") is not None, 0 if items is None else items.shape[1],
+            inputs.selection is not None, launch,
         )  # fmt: skip
         if form not in kind.launches:
             kind.launches[form] = Launches(kind, form)
         self.launches: Launches = kind.launches[form]
         self.has_sinks = form.sinks
         self.like = query.shape, query.stride(), query.dtype, *_sizes(inputs)
-        self.number, self.least = self._splits()
+        self.splits, self.least = self._splits()
+        self.grid = self.splits, self.launches.blocks, self.launches.panels // self.launches.blocks
+        self.entries = self.launches.panels * self.splits * self.launches.rows
+        """Query rows of the partial outputs."""
         self.beside: Plan | None = None
-        """The plan of tokens that several rows share; its partial outputs are among those of this plan."""
-        self._hold(self.number if items is None else items.count)
-        if form.observed:
-            self._count_weights()
+        """The plan of tokens that several rows share."""
+        self.held = self._hold()
+        self.reduce = self.launches.reduce(0)
+        self.sum_grid = sum(-(-n // fused.SUM_SPAN) for n in zones), self.launches.batch * self.launches.heads, 1
 
     def _laid_out(self, query: Tensor) -> Tensor:
         whole = self.kind.use.whole is not None
@@ -291,7 +290,7 @@ class Plan:
         """Splits of the launch, and the fewest tokens of each."""
         launches, n_quantized, least = self.launches, max(self.zones[0] - self.skip, 0), fused.LEAST_SPLIT
         if self.items is not None:
-            return len(self.items.items), least
+            return len(self.items), least
         programs = launches.programs
         if launches.many:  # beside few long splits, the programs of the exact tokens are brief
             programs += launches.panels * (programs <= 8 * launches.panels)
@@ -303,78 +302,62 @@ class Plan:
             splits = min(-(-n_quantized // least), MOST_SPLITS)
         return max(splits, 1 - launches.exact) + launches.exact, least
 
-    def _hold(self, splits: int, entries: int | None = None, before: int = 0) -> None:
-        """Fixes the arguments `OF_CALL`. `splits`: of this launch and others whose results are among its own, `before` of them; `entries`:
-        query rows of all partial outputs."""
-        launches, empty, items = self.launches, self.empty, self.items
-        self.grid = self.number, launches.blocks, launches.panels // launches.blocks
-        self.entries = launches.panels * splits * launches.rows if entries is None else entries
-        self.held = Held(
+    def _hold(self, branches: int = 1) -> Held:
+        """The arguments `OF_CALL`, with those of the plan `beside`, over tokens that so many rows share."""
+        empty, of_rows, beside = self.empty, self.splits_of_rows, self.beside
+        return Held(
             **dict(zip(("mask", "mask_b", "mask_h", "mask_q", "mask_t"), (self.mask, *self.mask_strides), strict=True)),
-            query_b=self.query_strides[0], query_h=self.query_strides[1], query_q=self.query_strides[2], scaling=self.scaling,
-            softcap=self.softcap, n_quantized=self.max_length, least=self.least, entries=self.entries, before=before, splits=splits,
-            skip=self.skip, branches=self.branches, items=empty if items is None else items.items,
-            firsts=empty if items is None else items.firsts,
+            query_strides=tuple(self.query_strides[:3]), scaling=self.scaling, n_quantized=self.max_length, least=self.least,
+            skip=self.skip, items=empty if self.items is None else self.items, firsts=empty if of_rows is None else of_rows.firsts,
+            shares=empty if of_rows is None or of_rows.shares is None else of_rows.shares, splits=self.splits, before=self.entries,
+            branches=branches, shared_splits=0 if beside is None else beside.splits,
+            shared_blocks=0 if beside is None else beside.launches.blocks,
         )  # fmt: skip
 
-    def share(self, others: Plan, splits: int = 0) -> None:
-        """Joins the results of `others`, of so many splits, over tokens that rows share."""
-        self.beside = others
-        if splits:
-            self._hold(self.number + splits)
-        others._hold(self.held.values["splits"], self.entries, self.number if splits else 0)
+    def join(self, beside: Plan, branches: int) -> Plan:
+        """This plan with the results of another `beside` it, over tokens that `branches` rows share."""
+        self.beside = beside
+        self.held = self._hold(branches)
+        self.reduce = self.launches.reduce(beside.launches.rows)
+        return self
 
     def fits(self, query: Tensor, inputs: PagedInputs) -> bool:
         """Whether another layer is launched by this plan."""
         return (query.shape, query.stride(), query.dtype, *_sizes(inputs)) == self.like and layer_of(inputs).kind is self.kind
 
-    def launch(self, query: Tensor, of_layer: Held, of_inputs: Held, part: Tensor, weights: Tensor, tops: Tensor) -> None:
-        """Writes partial outputs to `part`."""
+    def launch(self, query: Tensor, of_layer: Held, of_inputs: Held, part: Tensor, tops: Tensor) -> None:
+        """Writes partial outputs to `part`, and their maxima and normalisers to `tops`."""
         held = of_layer, of_inputs, self.held
         if self.launches.many:
-            self.launches.attend(self.grid, query, part, held=held)
+            self.launches.attend(self.grid, query, part, tops, held=held)
         else:
-            self.launches.attend(self.grid, query, self.rotated(query), part, weights, tops, held=held)
+            self.launches.attend(self.grid, query, self.rotated(query), part, tops, held=held)
 
     def run(
         self, query: Tensor, inputs: PagedInputs, sinks: Tensor | None = None, observed: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The output `[B, Hq, Q, Dv]`, the log of the normaliser, fp32 `[B, Hq, Q]`, and with `observed` the accumulated attention, fp32
-        `[B, H, sum(zones)]`."""
-        launches, device, weights, tops = self.launches, query.device, self.empty, self.empty
-        query = self._laid_out(query)
-        part = torch.empty(self.entries * (launches.value_dim + 2), dtype=torch.float32, device=device)
-        if observed is not None:
-            weights, tops = self._scratch(query)
-        of_layer, of_inputs = layer_of(inputs).held, held_of(inputs, self.empty)
-        self.launch(query, of_layer, of_inputs, part, weights, tops)
-        if self.beside is not None:
-            first, shared = _of_first(query, inputs, self.beside)
-            self.beside.launch(first, layer_of(shared).held, held_of(shared, self.empty), part, self.empty, self.empty)
+        """The output `[B, Hq, Q, Dv]`, the log of the normaliser, fp32 `[B, Hq, Q]`, and with `observed` the accumulated attention by slot,
+        fp32 `[B, H, S + max_length + R]`."""
+        launches, beside, device = self.launches, self.beside, query.device
+        query, of_layer, of_inputs = self._laid_out(query), layer_of(inputs).held, held_of(inputs, self.empty)
+        entries = self.entries if beside is None else self.entries + beside.entries
+        part = torch.empty(entries * launches.value_dim, dtype=torch.float32, device=device)
+        tops = torch.empty(entries * 2, dtype=torch.float32, device=device)
+        self.launch(query, of_layer, of_inputs, part, tops)
+        if beside is not None:
+            first, shared = _of_first(query, inputs, beside)
+            behind = part[self.entries * launches.value_dim :], tops[self.entries * 2 :]
+            beside.launch(first, layer_of(shared).held, held_of(shared, self.empty), *behind)
         out = query.new_empty_strided(launches.out_shape, launches.out_strides)
         lse = torch.empty(launches.out_shape[:3], dtype=torch.float32, device=device)
         sinks = self.empty if sinks is None else sinks
-        launches.reduce(launches.reduce_grid, part, sinks, out, lse, held=(of_layer, self.held))
+        self.reduce(launches.reduce_grid, part, tops, sinks, out, lse, held=(of_layer, self.held))
         if observed is None:
             return out, lse, None
         sums = torch.empty(launches.batch, launches.heads, sum(self.zones), dtype=torch.float32, device=device)
-        launches.sum(self.sum_grid, weights, tops, lse, observed.contiguous(), sums, held=(self.sizes, of_inputs))
+        held = of_layer, of_inputs, self.held
+        launches.sum(self.sum_grid, query, self.rotated(query), lse, observed.contiguous(), sums, held=held)
         return out, lse, sums
-
-    def _count_weights(self) -> None:
-        """Fixes the sizes of the scratch for weights and their maxima."""
-        launches, grain_sizes = self.launches, (REGION_GRAIN.value, EXACT_GRAIN.value, EXACT_GRAIN.value)
-        region, *exact = (-(-n // grain) for n, grain in zip(self.zones, grain_sizes, strict=True))
-        slots, grains = region * REGION_GRAIN.value + sum(exact) * EXACT_GRAIN.value, region + sum(exact)
-        beyond = SUM_TOKENS * launches.width  # programs read beyond the end
-        self.scratch = slots * launches.panels * launches.width + beyond, grains * launches.panels * launches.width + beyond
-        self.sizes = Held(slots=slots, grains=grains, n_quantized=self.zones[0], blocks=launches.blocks)
-        self.sum_grid = sum(-(-n // SUM_TOKENS) for n in self.zones), launches.batch * launches.heads, 1
-
-    def _scratch(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Tensors for weights and their maxima."""
-        (weights, tops), dtype = self.scratch, torch.float32 if query.dtype == torch.float32 else torch.bfloat16
-        return torch.empty(weights, dtype=dtype, device=query.device), torch.empty(tops, dtype=torch.float32, device=query.device)
 
 
 def _sizes(inputs: PagedInputs) -> tuple:
@@ -408,19 +391,17 @@ def plan_pages(
             f"causal with {query.shape[2]} queries: their own tokens must be among the exact recent ones, of which there are "
             f"{inputs.slots[2]}"
         )
-    one = query.shape[2] == 1 and options.get("observed") is None and inputs.selection is None
+    splits = inputs.splits if query.shape[2] == 1 and options.get("observed") is None and inputs.selection is None else None
     launch = launch or tiled(query, inputs, mask, options)
     if cascades(query, inputs, launch, options):
         plan = Plan(query, inputs, mask, options, skip=inputs.shared)
-        others = _shared(query, mask, inputs, options, plan.launches.rows)
-        plan.share(others, others.number)
+        return plan.join(_shared(query, mask, inputs, options), inputs.branches)
+    if splits is None:
+        return Plan(query, inputs, mask, options, launch)
+    plan = Plan(query, inputs, mask, options, launch, splits.items)
+    if splits.shared is None:
         return plan
-    items = inputs.splits if one else None
-    plan = Plan(query, inputs, mask, options, launch, items)
-    if items is not None and items.shared is not None:
-        shared = Splits(items.shared, items.firsts)
-        plan.share(Plan(query, inputs.twin(exact=False), None, options, fused.OF_SHARED, shared, panel=plan.launches.rows))
-    return plan
+    return plan.join(Plan(query, inputs.twin(exact=False), None, options, fused.OF_SHARED, splits.shared), TOGETHER)
 
 
 def attend_pages(
@@ -429,8 +410,8 @@ def attend_pages(
     """Run `attend.attend_pages` in one pass over the codes. `launch`: for measuring; chosen by format otherwise.
 
     Raises ValueError for causal queries that are not all among the exact last tokens."""
-    plan = plan_pages(query, inputs, mask, launch=launch, **options)
-    out, lse, sums = plan.run(query, inputs, options.get("sinks"), options.get("observed"))
+    plan, observed = plan_pages(query, inputs, mask, launch=launch, **options), options.get("observed")
+    out, lse, sums = plan.run(query, inputs, options.get("sinks"), observed)
     return out, lse, lse.new_empty(*query.shape[:1], inputs.ring[0].shape[1], 0) if sums is None else sums
 
 
@@ -442,16 +423,15 @@ def cascades(query: Tensor, inputs: PagedInputs, launch: Launch | None, options:
     return (batch - batch // inputs.branches) * inputs.shared * inputs.ring[0].shape[1] >= fused.LEAST_SPARED
 
 
-def _shared(query: Tensor, mask: Tensor | None, inputs: PagedInputs, options: Options, panel: int) -> Plan:
-    """The plan over the tokens that `inputs.branches` rows share, with the queries of these rows as those of one; their results are among
-    those of a plan with `panel` query rows in a block."""
+def _shared(query: Tensor, mask: Tensor | None, inputs: PagedInputs, options: Options) -> Plan:
+    """The plan over the tokens that `inputs.branches` rows share, with the queries of these rows as those of one."""
     shared = inputs.first_shared()
     query = _of_branches(query, inputs.branches)
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
         mask = _of_branches(mask.expand(len(inputs.pages.table), -1, query.shape[2] // inputs.branches, -1), inputs.branches)
     launch = in_tiles(query, shared, mask) or (fused.OF_SHARED if max(x.shape[3] for x in shared.ring) <= 128 else None)
-    return Plan(query, shared, mask, {**options, "causal": False}, launch, panel=panel)
+    return Plan(query, shared, mask, {**options, "causal": False}, launch)
 
 
 def _of_first(query: Tensor, inputs: PagedInputs, beside: Plan) -> tuple[Tensor, PagedInputs]:

@@ -8,8 +8,8 @@ exponent, so that the weights that multiply codes never exceed 1:
 
     u = s + log2(scale);  m = max u;  w = 2^(u - m);  output = sum w * number;  normaliser = sum w / scale
 
-Splits of the quantized region, and the exact tokens as one more split, leave partial outputs, which `triton_join.py` joins. With
-ATTENTION_SUMS, weights are stored in scratch, for `triton_sum_splits.py`. All exponents are base 2.
+Splits of the quantized region, and the exact tokens as one more split, leave partial outputs, which `triton_join.py` joins. All exponents
+are base 2.
 
 Shapes of tiles: T tokens, R query rows, WIDE words of a token, `per` channels in a word. X, K and V are the `PackedLayout` of a codec."""
 
@@ -18,13 +18,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .. import pages
 from ..device.math import MASKED_SCORE, exp2, inverse, log2
 from ..device.scales import group_scales, scale_of_plane, scaled, token_scale
 from ..device.unpack import offset_of, plane_offset, unit_of, unpack
 from ..store.triton_dequantize import scales_of
-from ..triton_sum_splits import EXACT_GRAIN, REGION_GRAIN, keep
 
 LOG2E = tl.constexpr(1.4426950408889634)
+BEGIN, SINK_ROW, RING_ROW, SINKS, RING_START, RING_TOKENS = (tl.constexpr(column) for column in pages.COLUMNS[:6])
+BLOCK = tl.constexpr(pages.BLOCK)
+EXACT_TILE = tl.constexpr(32)
+"""Exact tokens of a tile. One program reads all of them, and with few other tokens all others wait for it."""
 
 
 @triton.jit
@@ -104,17 +108,17 @@ def _tile(
 
 
 @triton.jit
-def _capped(s, softcap, SOFTCAP: tl.constexpr, ARCH: tl.constexpr):
-    """Scores `s`, fp32 of any shape, to base 2, after `softcap * tanh(s / softcap)`; without SOFTCAP they are to base 2 already."""
-    if SOFTCAP:
-        e = exp2(s * (2 * LOG2E / softcap), ARCH)
-        return softcap * LOG2E * (1 - 2 * inverse(e + 1, ARCH))
+def capped(s, SOFTCAP: tl.constexpr, ARCH: tl.constexpr):
+    """Scores `s`, fp32 of any shape, to base 2, after `SOFTCAP * tanh(s / SOFTCAP)`; with SOFTCAP None they are to base 2 already."""
+    if SOFTCAP is not None:
+        e = exp2(s * (2 * LOG2E / SOFTCAP), ARCH)
+        return SOFTCAP * LOG2E * (1 - 2 * inverse(e + 1, ARCH))
     else:
         return s
 
 
 @triton.jit
-def _masked(s, mask, mask_rows, mask_stride, column, hides, MASK: tl.constexpr):
+def masked(s, mask, mask_rows, mask_stride, column, hides, MASK: tl.constexpr):
     """Scores `s`, fp32 [T, R], under the caller's mask: "float" is additive, "bool" has a row for each query, "row" one for all.
 
     `mask_rows`: int [R], where the mask of a query row begins; `column`: int [T], the tokens' columns, `mask_stride` apart; `hides`: for
@@ -133,7 +137,7 @@ def _masked(s, mask, mask_rows, mask_stride, column, hides, MASK: tl.constexpr):
 
 
 @triton.jit
-def _hides(mask, begin, end, mask_stride):
+def hides_any(mask, begin, end, mask_stride):
     """Whether the mask, uint8 with columns `mask_stride` apart, hides any column from `begin` to `end`. It seldom does, and reading the
     mask in each tile would wait for memory."""
     i = tl.arange(0, 1024)
@@ -150,7 +154,7 @@ def key_scores(
 ):  # fmt: skip
     """The scores, fp32 [T, R] to base 2, of one tile of T quantized keys under the caller's mask. Arguments are those of `_region_tile`."""
     q, q_scale, q_sum, q_center = queries
-    mask, mask_rows, mask_stride, _, softcap = visible
+    mask, mask_rows, mask_stride, _ = visible
     KW: tl.constexpr = D // K.per
     KT: tl.constexpr = words_of_tile(K, D)
     KN: tl.constexpr = (KW + KT - 1) // KT
@@ -181,16 +185,16 @@ def key_scores(
         s = s * q_scale[None, :]
     if K.centered:
         s = s + q_center[None, :]
-    s = _capped(s, softcap, SOFTCAP, ARCH)
-    s = _masked(s, mask, mask_rows, mask_stride, column, hides, MASK)
+    s = capped(s, SOFTCAP, ARCH)
+    s = masked(s, mask, mask_rows, mask_stride, column, hides, MASK)
     return s
 
 
 @triton.jit
 def _region_tile(
-    K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, TAIL: tl.constexpr,
-    SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, ATTENTION_SUMS: tl.constexpr,
-    state, queries, k_planes, k_scales, v_planes, v_scales, valid, visible, hides, column, weights, tops, place, count,
+    K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
+    TAIL: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr,
+    state, queries, k_planes, k_scales, v_planes, v_scales, valid, visible, hides, column,
 ):  # fmt: skip
     """Adds one tile of T quantized tokens to `state`: running maximum fp32 [R], normaliser fp32 [T, R], what all channels of the output
     share fp32 [T, R], the sum of weights, negative, fp32 [16, R] (`_sums_weights`), and a tuple of the planes of the output, fp32 [VT, R]
@@ -200,8 +204,7 @@ def _region_tile(
     k_planes   as of `_tile`, from the tile's first token on; k_scales as of `device/scales.py`; K_ONCE: one scale
                serves all tokens; v_planes, v_scales, V_ONCE: the same of values
     valid    bool [T], read with TAIL; column: int [T], columns in the mask
-    visible  as of `_exact_tiles`; hides: as of `_masked`
-    weights  scratch of the program's rows (`keep`), `count` tokens from slot `place` on
+    visible  as of `exact_tiles`; hides: as of `masked`
     """
     VW: tl.constexpr = DV // V.per
     VT: tl.constexpr = words_of_tile(V, DV)
@@ -244,12 +247,8 @@ def _region_tile(
             y = y * shrink[None, :] + rounded * start[:, None]
         if _sums_weights(V):  # a product sums weights at no conversion
             z = tl.dot(tl.full([16, p.shape[0]], -1 / 16, tl.float16), p, z * shrink[None, :], input_precision="ieee")
-        if ATTENTION_SUMS > 0:
-            keep(weights, tops, own, top, place, count, REGION_GRAIN, ATTENTION_SUMS)
     else:
         l = l * shrink[None, :] + w
-        if ATTENTION_SUMS > 0:
-            keep(weights, tops, w, top, place, count, REGION_GRAIN, ATTENTION_SUMS)
 
     new = ()
     if V.group > 0:
@@ -268,9 +267,9 @@ def _region_tile(
 
 
 @triton.jit
-def _exact_columns(at, tokens, start, oldest_slot, count, RING: tl.constexpr):
+def exact_columns(at, tokens, start, oldest_slot, count, RING: tl.constexpr):
     """Return whether the slots `at`, int [T], hold one of the exact tokens, bool [T], and their columns, int [T]. Arguments are those of
-    `_exact_tiles`."""
+    `exact_tiles`."""
     valid = at < tokens
     column = start + at
     if RING:
@@ -281,22 +280,20 @@ def _exact_columns(at, tokens, start, oldest_slot, count, RING: tl.constexpr):
 
 
 @triton.jit
-def _exact_tiles(
+def exact_tiles(
     D: tl.constexpr, DV: tl.constexpr, T: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, RING: tl.constexpr, ARCH: tl.constexpr, ATTENTION_SUMS: tl.constexpr,
-    state, q, q_scale, keys, key_stride, values, value_stride, tokens, start, visible, weights, tops, oldest_slot, count,
+    CAUSAL: tl.constexpr, RING: tl.constexpr, ARCH: tl.constexpr,
+    state, q, q_scale, keys, key_stride, values, value_stride, tokens, start, visible, oldest_slot, count,
 ):  # fmt: skip
     """Adds tokens in the model's dtype to `state`: running maximum and normaliser, fp32 [R] each, and output, fp32 [DVP, R]. Returns it.
 
     q        [DP, R] model dtype; `q_scale` fp32 [R]
     keys     [tokens, D], a token `key_stride` elements from the next; values [tokens, DV]: value_stride
     start    column of the first token
-    visible  mask, `mask_rows` and `mask_stride` as of `_masked`; newest, int [R], the last column that a query row sees, read if CAUSAL;
-             softcap
+    visible  mask, `mask_rows` and `mask_stride` as of `masked`; newest, int [R], the last column that a query row sees, read if CAUSAL
     RING     whether tokens are the `count` of a ring of `tokens` slots from `oldest_slot` on
-    weights, tops   scratch from the zone's first slot on
     """
-    mask, mask_rows, mask_stride, newest, softcap = visible
+    mask, mask_rows, mask_stride, newest = visible
     DP: tl.constexpr = max(triton.next_power_of_2(D), 16)
     DVP: tl.constexpr = max(triton.next_power_of_2(DV), 16)
     m, l, acc = state
@@ -305,11 +302,11 @@ def _exact_tiles(
     e = tl.arange(0, DVP)
     for begin in tl.range(0, tokens, T, num_stages=1):
         at = begin + t
-        valid, column = _exact_columns(at, tokens, start, oldest_slot, count, RING)
+        valid, column = exact_columns(at, tokens, start, oldest_slot, count, RING)
         k = tl.load(keys + at[:, None] * key_stride + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
         s = tl.dot(k, q, input_precision="ieee") * q_scale[None, :]
-        s = _capped(s, softcap, SOFTCAP, ARCH)
-        s = _masked(s, mask, mask_rows, mask_stride, tl.where(valid, column, start), True, MASK)
+        s = capped(s, SOFTCAP, ARCH)
+        s = masked(s, mask, mask_rows, mask_stride, tl.where(valid, column, start), True, MASK)
         if CAUSAL:
             s = tl.where(column[:, None] <= newest[None, :], s, MASKED_SCORE)
         s = tl.where(valid[:, None], s, MASKED_SCORE)
@@ -317,8 +314,6 @@ def _exact_tiles(
         shrink = exp2(m - top, ARCH)
         w = tl.where(valid[:, None], exp2(s - top[None, :], ARCH), 0.0)
         l = l * shrink + tl.sum(w, 0)
-        if ATTENTION_SUMS > 0:
-            keep(weights, tops, w, top, begin, tokens - begin, EXACT_GRAIN, ATTENTION_SUMS)
         v = tl.load(values + at[None, :] * value_stride + e[:, None], mask=valid[None, :] & (e < DV)[:, None], other=0.0)
         acc = tl.dot(v, w.to(v.dtype), acc * shrink[None, :], input_precision="ieee")
         m = top
@@ -340,8 +335,8 @@ def _butterflies(tiles, N: tl.constexpr, BIT: tl.constexpr):
 
 @triton.jit
 def query_planes(
-    K: tl.constexpr, KW: tl.constexpr, KT: tl.constexpr, D: tl.constexpr, G: tl.constexpr, TURN: tl.constexpr, ARCH: tl.constexpr,
-    SOFTCAP: tl.constexpr, region_query, q_rows, live, rotation, signs, center, scaling,
+    K: tl.constexpr, KW: tl.constexpr, KT: tl.constexpr, D: tl.constexpr, TURN: tl.constexpr, ARCH: tl.constexpr,
+    SOFTCAP: tl.constexpr, region_query, q_rows, live, rotation, center, scaling,
 ):  # fmt: skip
     """Query rows `q_rows`, int64 [R], of `region_query`, as the product with planes of keys needs them. Rows that are not `live`, bool [R],
     are 0.
@@ -351,7 +346,7 @@ def query_planes(
     KP: tl.constexpr = K.per
     KN: tl.constexpr = (KW + KT - 1) // KT
     R: tl.constexpr = q_rows.shape[0]
-    log2e = 1.0 if SOFTCAP else LOG2E
+    log2e = LOG2E if SOFTCAP is None else 1.0
     amax = tl.zeros([R], tl.float32)
     # The queries, in planes like the keys' and normalised by their largest channel, so that fp16 holds them; as rows, since the product
     # that turns them then leaves channels where the keys' product wants them: else every tile would shuffle them again.
@@ -363,8 +358,8 @@ def query_planes(
             inside = (c * KT + j < KW)[None, :] & live[:, None]
             x = tl.load(region_query + q_rows[:, None] + channel[None, :], mask=inside, other=0.0)
             if K.rotated:
-                x = x * tl.load(signs + channel, mask=c * KT + j < KW, other=0.0).to(x.dtype)[None, :]
-                turn = tl.load(rotation + j[:, None] * KT + j[None, :]).to(x.dtype)
+                x = x * tl.load(rotation[1] + channel, mask=c * KT + j < KW, other=0.0).to(x.dtype)[None, :]
+                turn = tl.load(rotation[0] + j[:, None] * KT + j[None, :]).to(x.dtype)
                 x = tl.dot(x, turn, input_precision="ieee")  # which is symmetric
             q = q + (x,)
     if K.rotated:
@@ -450,7 +445,7 @@ def _store_region(out, at, state, live, V: tl.constexpr, DV: tl.constexpr, VW: t
 
 
 @triton.jit
-def _tiles_of_split(span, many, least, T: tl.constexpr):
+def tokens_of_split(span, many, least, T: tl.constexpr):
     """Tokens of each of `many` splits of `span` tokens: whole tiles of T tokens, and no fewer than `least`."""
     return tl.maximum(tl.cdiv(tl.cdiv(span, many), T) * T, least)
 
@@ -491,240 +486,203 @@ def entry_of(table, token, live, PAGE: tl.constexpr, BASE: tl.constexpr):
 
 
 @triton.jit
-def place_of(table, blocks, at, live, PAGE: tl.constexpr, BASE: tl.constexpr, BLOCK: tl.constexpr):
+def place_of(table, chosen, at, live, PAGE: tl.constexpr, BASE: tl.constexpr):
     """The entry of the page of the tile that begins with the token `at` among those that are read, as of `entry_of`, and the tile's first
-    token among those that are stored."""
-    if BLOCK:
-        token = tl.load(blocks + at // BLOCK, mask=live, other=0) * BLOCK + at % BLOCK
-        return entry_of(table, at, live, BLOCK, BASE), tl.multiple_of(token, 16)
-    else:
+    token among those that are stored. `chosen`: the blocks of BLOCK tokens that are read, and `table` has an entry for each of them; None:
+    all tokens are read."""
+    if chosen is None:
         return entry_of(table, at, live, PAGE, BASE), at
-
-
-@triton.jit
-def rows_of_part(
-    bh, block, split, row, heads, queries, before, splits, branches, R: tl.constexpr, G: tl.constexpr, PANEL: tl.constexpr
-):  # fmt: skip
-    """Where the query rows `row`, int [R], of block `block` of (row, KV head) `bh` have their results of a split among all of `part`, in
-    rows of it: the first, int64, and each from there on, int [R]. Arguments as of `attend_kernel`."""
-    if PANEL == 0:
-        panel = (bh * tl.num_programs(1) + block).to(tl.int64)
-        return (panel * splits + before + split) * R, tl.arange(0, R)
     else:
-        each = queries // branches
-        place = row // queries * each + row % each
-        branch = (bh // heads).to(tl.int64) * branches + row % queries // each
-        panel = (branch * heads + bh % heads) * tl.cdiv(G * each, PANEL) + place // PANEL
-        return bh.to(tl.int64) * 0, (panel * splits + before + split) * PANEL + place % PANEL
+        token = at + (tl.load(chosen + at // BLOCK, mask=live, other=0) - at // BLOCK) * BLOCK
+        return entry_of(table, at, live, BLOCK, BASE), tl.multiple_of(token, 16)
 
 
-# What changes from step to step, or call to call, must not compile the kernel anew.
+# What changes from step to step, or call to call, must not compile the kernel anew: these are no tuples, whose numbers Triton specializes.
 @triton.jit(
     do_not_specialize=[
-        "scaling", "softcap", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "room", "entries", "before",
-        "splits", "skip", "branches", "table_b", "table_h", "rows_b", "lengths_b", "lengths_h", "mask_b", "mask_h", "mask_q", "mask_t",
+        "scaling", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "skip", "table_b", "table_h", "rows_b", "lengths_b",
+        "lengths_h", "mask_b", "mask_h", "mask_q", "mask_t",
     ]
 )  # fmt: skip
 def attend_kernel(
-    query, region_query, rotation, signs, table, rows, lengths, items, firsts, blocks, read, k_planes, v_planes, exact, mask, part,
-    weights, tops,
-    query_b, query_h, query_q, table_b, table_h, rows_b, lengths_b, lengths_h, exact_strides, mean_strides, mask_b, mask_h, mask_q, mask_t,
-    scaling, softcap, n_sinks, n_quantized, n_residual, least, heads, queries, room, entries, before, splits, skip,
-    branches,
-    K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
-    TX: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr, COUNTED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
-    k_strides: tl.constexpr, v_strides: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr, ATTENTION_SUMS: tl.constexpr, ITEMS: tl.constexpr,
-    BLOCK: tl.constexpr, PANEL: tl.constexpr,
+    query, region_query, rotation, table, rows, lengths, items, chosen, k_planes, v_planes, exact, mask, part, tops,
+    query_strides, table_b, table_h, rows_b, lengths_b, lengths_h, mean_strides, mask_b, mask_h, mask_q, mask_t,
+    scaling, n_sinks, n_quantized, n_residual, least, heads, queries, skip,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, PAGES: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
+    EXACT: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, ARCH: tl.constexpr,
+    ITEMS: tl.constexpr,
 ):  # fmt: skip
     """Attention of `queries` queries over sinks, quantized tokens in pages, and a residual (`pages.PagedInputs`), split over programs.
 
     Grid (splits, blocks of R query rows, B * H); with EXACT, split 0 is that of the exact tokens. With ITEMS, the splits of all rows are
-    those of `items`, and the grid (N, blocks, H), as if N were the splits of one row. Strides are in elements, words of 16 bits
-    for packed codes. Channels are contiguous. Query row `r` of a KV head is query `r % queries` of query head `h * G + r // queries`.
+    those of the items, and the grid is (N, blocks, H), as if N were the splits of one row. Strides are in elements, words of 16 bits for
+    packed codes. Channels are contiguous. Query row `r` of a KV head is query `r % queries` of query head `h * G + r // queries`; of an
+    item for M rows, it is the query of head `h * G + r // M` of the row `r % M` of the item.
 
-    query          [B, H * G, queries, D] model dtype              query_b, query_h, query_q
+    query          [B, H * G, queries, D] model dtype: query_strides over rows, heads and queries
     region_query   the same; or fp32 and rotated beforehand, with the strides of `query`
-    rotation       fp16 [KT, KT], signs fp32 [D]: `tables.Tables`; read if K.rotated
-    table          int32 or int64 [B, P] or [B, H, P], entries of pages of PAGE tokens, BASE being the first page: table_b, table_h (0: all
-                   heads share)
-    rows           int32 [B, 8], `pages.COLUMNS`: rows_b; read if COUNTED
-    lengths        int32 [B] or [B, H], tokens in the pages: lengths_b, lengths_h (0: all heads share); read if COUNTED
-    items          int32 [N, ITEMS], `pages.Splits.items`, or with PANEL `pages.Splits.shared`; read if ITEMS
-    firsts         int32 [B + 1], `pages.Splits.firsts`; read if ITEMS with PANEL
-    blocks         int32 [B * H, room], `pages.Selection.blocks`, in which case `table` has `Selection.entries`; read if BLOCK, their tokens
-    read           int32 [B * H], `Selection.lengths`; read if BLOCK
+    rotation       fp16 [KT, KT] and signs fp32 [D]: `tables.Tables`; read if keys are rotated
+    table          int32 or int64 [B, P] or [B, H, P], entries of pages: table_b, table_h (0: all heads share)
+    rows           int32 [B, 8], `pages.COLUMNS`: rows_b; None: rows are alike
+    lengths        int32 [B] or [B, H], tokens in the pages: lengths_b, lengths_h (0: all heads share); read with `rows`
+    items          int32 [N, ITEMS], `pages.Splits.items` or `pages.Splits.shared`; ITEMS 0: each row has as many splits
+    chosen         `pages.Selection`: blocks int32 [B, H, P] with the strides of `table`, which has its entries, and lengths int32 [B * H];
+                   None: all tokens are read
     k_planes       of the first page: codes [entries, H', PAGE, words], words of 16 bits (`half`: the model's dtype), high bits int16
-                   [entries, H', PAGE, words / 2], scales [entries, H', PAGE, scales of a token], or [B, H'] if K_ONCE; the last two
-                   dimensions contiguous; mean fp32 [B, H, D]; shifts int16 [32, words] of high bits. What a codec has not is not read
-    k_strides      over entries and heads of codes, high bits and scales (over rows and heads if K_ONCE): constants, so that all planes of a
-                   page have one product; mean_strides   over rows and heads of the mean of keys
-    v_planes, v_strides   the same of values, with V_ONCE
+                   [entries, H', PAGE, words / 2], scales [entries, H', PAGE, scales of a token], or [B, H'] if one serves all tokens; the
+                   last two dimensions contiguous; mean fp32 [B, H, D]; shifts int16 [32, words] of high bits. What a codec has not is not
+                   read. mean_strides   over rows and heads of the mean of keys
+    v_planes       the same of values
     exact          sinks [E, H, S, D] and [.., DV], residual [F, H, .., D] and [.., DV]: keys, values, keys, values; E and F are B unless
-                   COUNTED
-    exact_strides  over rows, heads and tokens, for each of the four
-    mask           uint8 (0: hidden) or additive, [B, H * G, queries, columns]: mask_b, mask_h, mask_q, mask_t; MASK as of `_masked`
-    part           fp32, contiguous: outputs [B * H, blocks, splits, R, DV], then their maxima [B * H, blocks, splits, R], then their
-                   normalisers likewise; entries   query rows of them, of all launches
-    weights, tops  scratch [B * H, blocks, slots or grains, ATTENTION_SUMS], `triton_sum_splits.py`; ATTENTION_SUMS 0: none
-    scaling, softcap   factor and cap of scores
-    n_sinks, n_quantized, n_residual   tokens, the same for all rows; COUNTED: slots of sinks and of a ring, and a bound on quantized tokens
-    least          of a split, in tokens: a multiple of T          TX       exact tokens of a tile
-    before, splits   of other launches before those of this one in `part`, and of all
-    skip           tokens at the beginning of pages that another launch reads, a multiple of T, unless ITEMS
-    branches       with PANEL, each row is read once for `branches` rows of the batch, whose queries follow one another: row by row, of
-                   `queries` in all. Results go where another launch has those of these rows, in blocks of PANEL query rows; 0: where its
-                   own are. With ITEMS, these are the rows of the item, each with one query, whose query rows are in one block
-    TURN           factor of the rotation                          CAUSAL   whether the last `queries` tokens are the queries' own
+                   there are `rows`; then for each of the four its strides over rows, heads and tokens
+    mask           uint8 (0: hidden) or additive, [B, H * G, queries, columns]: mask_b, mask_h, mask_q, mask_t; MASK as of `masked`
+    part, tops     outputs fp32 [panels, splits, R, DV], and for each of their rows its maximum and its normaliser, fp32 [.., 2]; a panel is
+                   a block of query rows of a (row, KV head), or with ITEMS of a KV head
+    scaling        factor of scores                                SOFTCAP  their cap; None: none
+    n_sinks, n_quantized, n_residual   tokens, the same for all rows; with `rows`, slots of sinks and of a ring, and a bound on quantized
+                   tokens
+    least          of a split, in tokens: a multiple of T
+    skip           tokens at the beginning of pages that another launch reads, a multiple of T; not with ITEMS
+    KEYS, VALUES   `tables.Side`                                   PAGES    tokens of a page, and the entry of the first page
+    CAUSAL         whether the last `queries` tokens are the queries' own
     """
+    COUNTED: tl.constexpr = rows is not None
+    K: tl.constexpr = KEYS.layout
+    V: tl.constexpr = VALUES.layout
+    D: tl.constexpr = KEYS.dim
+    K_ONCE: tl.constexpr = KEYS.once
+    V_ONCE: tl.constexpr = VALUES.once
+    K_STRIDES: tl.constexpr = KEYS.strides
+    V_STRIDES: tl.constexpr = VALUES.strides
+    TURN: tl.constexpr = KEYS.turn
+    DV: tl.constexpr = VALUES.dim
+    PAGE: tl.constexpr = PAGES[0]
+    BASE: tl.constexpr = PAGES[1]
     split = tl.program_id(0)
     block = tl.program_id(1)
     bh = tl.program_id(2)
+    panel = (bh * tl.num_programs(1) + block).to(tl.int64)
     b = (bh // heads).to(tl.int64)
     h = bh % heads
     is_exact = EXACT and split == 0
-    if ITEMS:
-        items += split * ITEMS
-        b = tl.load(items).to(tl.int64)
-        low = tl.multiple_of(tl.load(items + 1), T)
-        high = tl.load(items + 2)
-        is_exact = EXACT and low < 0
-    KW: tl.constexpr = D // K.per
-    VW: tl.constexpr = DV // V.per
-
     r = block * R + tl.arange(0, R)
     live = r < G * queries
     row = tl.minimum(r, G * queries - 1)
     head = h * G + row // queries
     number = row % queries
+    if ITEMS:
+        item = items + split * ITEMS
+        b = tl.load(item).to(tl.int64)
+        low = tl.multiple_of(tl.load(item + 1), T)
+        high = tl.load(item + 2)
+        is_exact = EXACT and low < 0
     of = b
-    place_of_split = split
-    if ITEMS > 3:
-        place_of_split = tl.load(items + 3)
-        if PANEL > 0:  # queries of the rows that share the tokens
-            mate = tl.minimum(r // G, ITEMS - 5)
-            of = tl.load(items + 4 + mate).to(tl.int64)
-            head = h * G + r % G
-            number = r * 0
-            live = (low < high) & (r < (ITEMS - 4) * G) & ((mate == 0) | (of != b))
+    if ITEMS > 3:  # queries of the rows that share the tokens; a row that is missing repeats the first
+        mate = r % (ITEMS - 3)
+        of = tl.load(item + 3 + mate).to(tl.int64)
+        head = h * G + tl.minimum(r // (ITEMS - 3), G - 1)
+        live = (low < high) & (r < (ITEMS - 3) * G) & ((mate == 0) | (of != b))
     first_token, row_sinks, in_ring, length = 0, n_sinks, n_residual, n_quantized
     if COUNTED:
         rows += b * rows_b
-        first_token = tl.load(rows)
-        row_sinks = tl.load(rows + 3)
-        in_ring = tl.load(rows + 5)
+        first_token = tl.load(rows + BEGIN)
+        row_sinks = tl.load(rows + SINKS)
+        in_ring = tl.load(rows + RING_TOKENS)
         length = tl.load(lengths + b * lengths_b + h * lengths_h)
-    stored = length
     shift = row_sinks - first_token  # from places among the quantized tokens to columns
-    total = tl.maximum(stored, first_token) + shift + in_ring
-    if BLOCK:  # from here on, places are those among the tokens that are read
-        length = tl.load(read + bh)
-        blocks += bh * room
+    total = tl.maximum(length, first_token) + shift + in_ring
+    blocks = chosen
+    if chosen is not None:  # from here on, places are those among the tokens that are read
+        length = tl.load(chosen[1] + bh)
+        blocks = chosen[0] + (b * table_b + h * table_h)
         first = tl.load(blocks, mask=length > 0, other=0)
         first_token = tl.where(first == first_token // BLOCK, first_token % BLOCK, 0)
-    newest = total - queries + number
     if MASK == "row":
         mask += b * mask_b
-    mask_rows = b * mask_b + head * mask_h + number * mask_q
-    visible = mask, mask_rows, mask_t, newest, softcap
+    visible = mask, b * mask_b + head * mask_h + number * mask_q, mask_t, total - queries + number
     if not ITEMS:  # the first tile begins at a multiple of T, so that no tile crosses a page
         origin = tl.maximum(first_token // T * T, skip)
-        each = _tiles_of_split(tl.maximum(length - origin, 0), tl.maximum(tl.num_programs(0) - EXACT, 1), least, T)
+        each = tokens_of_split(tl.maximum(length - origin, 0), tl.maximum(tl.num_programs(0) - EXACT, 1), least, T)
         low = tl.multiple_of(origin + (split - EXACT) * each, T)
         high = tl.minimum(low + each, length)
-    panel = (bh * tl.num_programs(1) + block).to(tl.int64)
-    entry, rows_out = rows_of_part(bh, block, place_of_split, row, heads, queries, before, splits, branches, R, G, PANEL)
-    if ITEMS > 3 and PANEL > 0:
-        rows_out = (h * splits + tl.load(firsts + 1 + of, mask=live, other=0) - place_of_split).to(tl.int64) * PANEL + r % G
+    entry = (panel * tl.num_programs(0) + split) * R
     out = part + entry * DV
+    out_row = tl.arange(0, R)
     m = tl.full([R], MASKED_SCORE, tl.float32)
     l = tl.zeros([R], tl.float32)
-    q_rows = of * query_b + head * query_h + number * query_q
-    if ATTENTION_SUMS > 0:
-        region_grains = tl.cdiv(n_quantized, REGION_GRAIN)
-        sink_grains = tl.cdiv(n_sinks, EXACT_GRAIN)
-        exact_grains = sink_grains + tl.cdiv(n_residual, EXACT_GRAIN)
-        weights += panel * (region_grains * REGION_GRAIN + exact_grains * EXACT_GRAIN) * ATTENTION_SUMS
-        tops += panel * (region_grains + exact_grains) * ATTENTION_SUMS
+    q_rows = of * query_strides[0] + head * query_strides[1] + number * query_strides[2]
 
     if is_exact:
         DP: tl.constexpr = max(triton.next_power_of_2(D), 16)
         DVP: tl.constexpr = max(triton.next_power_of_2(DV), 16)
         d = tl.arange(0, DP)
         x_query = tl.load(query + q_rows[None, :] + d[:, None], mask=(d < D)[:, None] & live[None, :], other=0.0)
-        x_scale = tl.full([R], 1.0, tl.float32) * scaling * (1.0 if SOFTCAP else LOG2E)
+        x_scale = tl.full([R], 1.0, tl.float32) * scaling * (LOG2E if SOFTCAP is None else 1.0)
         sink_row, ring_row, oldest_slot = b, b, 0
         if COUNTED:
-            sink_row = tl.load(rows + 1).to(tl.int64)
-            ring_row = tl.load(rows + 2).to(tl.int64)
-            oldest_slot = tl.load(rows + 4)
-        if ATTENTION_SUMS > 0:
-            weights += region_grains * REGION_GRAIN * ATTENTION_SUMS
-            tops += region_grains * ATTENTION_SUMS
-        state = _exact_tiles(
-            D, DV, TX, SOFTCAP, MASK, CAUSAL, False, ARCH, ATTENTION_SUMS,
+            sink_row = tl.load(rows + SINK_ROW).to(tl.int64)
+            ring_row = tl.load(rows + RING_ROW).to(tl.int64)
+            oldest_slot = tl.load(rows + RING_START)
+        state = exact_tiles(
+            D, DV, EXACT_TILE, SOFTCAP, MASK, CAUSAL, False, ARCH,
             (m, l, tl.zeros([DVP, R], tl.float32)), x_query, x_scale,
-            exact[0] + sink_row * exact_strides[0] + h * exact_strides[1], exact_strides[2],
-            exact[1] + sink_row * exact_strides[3] + h * exact_strides[4], exact_strides[5],
-            row_sinks, 0, visible, weights, tops, 0, 0,
+            exact[0] + sink_row * exact[4] + h * exact[5], exact[6],
+            exact[1] + sink_row * exact[7] + h * exact[8], exact[9],
+            row_sinks, 0, visible, 0, 0,
         )  # fmt: skip
-        if ATTENTION_SUMS > 0:
-            weights += sink_grains * EXACT_GRAIN * ATTENTION_SUMS
-            tops += sink_grains * ATTENTION_SUMS
-        m, l, x_out = _exact_tiles(
-            D, DV, TX, SOFTCAP, MASK, CAUSAL, COUNTED, ARCH, ATTENTION_SUMS, state, x_query, x_scale,
-            exact[2] + ring_row * exact_strides[6] + h * exact_strides[7], exact_strides[8],
-            exact[3] + ring_row * exact_strides[9] + h * exact_strides[10], exact_strides[11],
-            n_residual, total - in_ring, visible, weights, tops, oldest_slot, in_ring,
+        m, l, x_out = exact_tiles(
+            D, DV, EXACT_TILE, SOFTCAP, MASK, CAUSAL, COUNTED, ARCH, state, x_query, x_scale,
+            exact[2] + ring_row * exact[10] + h * exact[11], exact[12],
+            exact[3] + ring_row * exact[13] + h * exact[14], exact[15],
+            n_residual, total - in_ring, visible, oldest_slot, in_ring,
         )  # fmt: skip
         e = tl.arange(0, DVP)
-        tl.store(out + rows_out[None, :] * DV + e[:, None], x_out, mask=(e < DV)[:, None] & live[None, :])
+        tl.store(out + out_row[None, :] * DV + e[:, None], x_out, mask=(e < DV)[:, None] & live[None, :])
     elif low < high:
+        KW: tl.constexpr = D // K.per
+        VW: tl.constexpr = DV // V.per
         KT: tl.constexpr = words_of_tile(K, D)
         VT: tl.constexpr = words_of_tile(V, DV)
         k_mean, k_shifts, v_shifts = k_planes[3], k_planes[4], v_planes[4]
         if K.centered:
             k_mean += b * mean_strides[0] + h * mean_strides[1]
-        q = query_planes(K, KW, KT, D, G, TURN, ARCH, SOFTCAP, region_query, q_rows, live, rotation, signs, k_mean, scaling)
+        q = query_planes(K, KW, KT, D, TURN, ARCH, SOFTCAP, region_query, q_rows, live, rotation, k_mean, scaling)
         state = _empty_state(m, V, VW, VT, T)
-        hides = BLOCK > 0
-        if MASK == "row" and not BLOCK:
-            hides = _hides(mask, shift + tl.maximum(low, first_token), shift + high, mask_t)
+        hides = chosen is not None
+        if MASK == "row" and chosen is None:
+            hides = hides_any(mask, shift + tl.maximum(low, first_token), shift + high, mask_t)
         t = tl.arange(0, T)
         table += b * table_b + h * table_h
-        k_head = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), k_strides, b, h)
-        v_head = head_of(V, V_ONCE, (v_planes[0], v_planes[1], v_planes[2]), v_strides, b, h)
+        k_head = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), K_STRIDES, b, h)
+        v_head = head_of(V, V_ONCE, (v_planes[0], v_planes[1], v_planes[2]), V_STRIDES, b, h)
         whole_low = tl.multiple_of(tl.cdiv(tl.maximum(low, first_token), T) * T, T)
         whole_high = tl.multiple_of(high // T * T, T)
         # The page of a tile is looked up one tile ahead: what loads codes must not wait for another load of its own tile.
-        page, following = place_of(table, blocks, whole_low, whole_low < whole_high, PAGE, BASE, BLOCK)
+        page, following = place_of(table, blocks, whole_low, whole_low < whole_high, PAGE, BASE)
         for at in range(whole_low, whole_high, T):
             token = at
-            if BLOCK:
+            if chosen is not None:
                 token = following
-            k_codes, k_high, k_scales = page_of(K, D, K_ONCE, k_head, k_strides, page, token % PAGE)
-            v_codes, v_high, v_scales = page_of(V, DV, V_ONCE, v_head, v_strides, page, token % PAGE)
-            page, following = place_of(table, blocks, at + T, at + T < whole_high, PAGE, BASE, BLOCK)
+            k_codes, k_high, k_scales = page_of(K, D, K_ONCE, k_head, K_STRIDES, page, token % PAGE)
+            v_codes, v_high, v_scales = page_of(V, DV, V_ONCE, v_head, V_STRIDES, page, token % PAGE)
+            page, following = place_of(table, blocks, at + T, at + T < whole_high, PAGE, BASE)
             same = tl.multiple_of(at % 32, 32)  # 0: else shifts would leave the loop, and be moved between threads in each iteration
             state = _region_tile(
-                K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, q, (k_codes, k_high, k_shifts + same),
-                k_scales, (v_codes, v_high, v_shifts + same), v_scales, t >= 0, visible, hides, shift + token + t, weights, tops,
-                at, T,
+                K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, q, (k_codes, k_high, k_shifts + same),
+                k_scales, (v_codes, v_high, v_shifts + same), v_scales, t >= 0, visible, hides, shift + token + t,
             )  # fmt: skip
         for edge in tl.range(0, 2, num_stages=1):  # the tile before them, of which the first tokens do not count, and the one behind
             at = tl.where(edge == 0, whole_low - T, whole_high)
             if (edge == 0 and whole_low > low) or (edge == 1 and whole_high < high and whole_high >= whole_low):
-                page, token = place_of(table, blocks, at, True, PAGE, BASE, BLOCK)
-                k_codes, k_high, k_scales = page_of(K, D, K_ONCE, k_head, k_strides, page, token % PAGE)
-                v_codes, v_high, v_scales = page_of(V, DV, V_ONCE, v_head, v_strides, page, token % PAGE)
+                page, token = place_of(table, blocks, at, True, PAGE, BASE)
+                k_codes, k_high, k_scales = page_of(K, D, K_ONCE, k_head, K_STRIDES, page, token % PAGE)
+                v_codes, v_high, v_scales = page_of(V, DV, V_ONCE, v_head, V_STRIDES, page, token % PAGE)
                 place = at + t
                 state = _region_tile(
-                    K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, q, (k_codes, k_high, k_shifts),
+                    K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, q, (k_codes, k_high, k_shifts),
                     k_scales, (v_codes, v_high, v_shifts), v_scales, (place >= first_token) & (place < high), visible, hides,
-                    shift + token - at + tl.minimum(tl.maximum(place, first_token), high - 1), weights, tops, at,
-                    tl.minimum(high - at, T),
+                    shift + token - at + tl.minimum(tl.maximum(place, first_token), high - 1),
                 )  # fmt: skip
-        m, l = _store_region(out, rows_out, state, live, V, DV, VW, VT)
-    maxima = part + (entries.to(tl.int64) * DV + entry)
-    tl.store(maxima + rows_out, m, mask=live)
-    tl.store(maxima + entries + rows_out, l, mask=live)
+        m, l = _store_region(out, out_row, state, live, V, DV, VW, VT)
+    tl.store(tops + (entry + out_row) * 2, m, mask=live)
+    tl.store(tops + (entry + out_row) * 2 + 1, l, mask=live)

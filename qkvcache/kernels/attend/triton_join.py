@@ -16,25 +16,33 @@ def _hadamard_stage(x, N: tl.constexpr, WIDTH: tl.constexpr):
     return tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 2, 1)), [N])
 
 
-@triton.jit(do_not_specialize=["splits", "blocks", "heads", "queries", "entries", "center_b", "center_h"])
+@triton.jit(
+    do_not_specialize=[
+        "splits", "blocks", "heads", "queries", "before", "branches", "shared_splits", "shared_blocks", "center_b", "center_h",
+    ]
+)  # fmt: skip
 def reduce_kernel(
-    part, firsts, sinks, signs, center, out, lse, out_stride_b, out_stride_h, out_stride_q, splits, blocks, heads, queries, entries,
-    center_b, center_h,
+    part, tops, firsts, shares, sinks, signs, center, out, lse, out_strides, splits, blocks, heads, queries, before, branches,
+    shared_splits, shared_blocks, center_b, center_h,
     V: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, SINKS: tl.constexpr,
-    EXACT: tl.constexpr, TURN: tl.constexpr, STAGES: tl.constexpr, ITEMS: tl.constexpr,
+    EXACT: tl.constexpr, TURN: tl.constexpr, STAGES: tl.constexpr, ITEMS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Joins splits, adds the mean of values, rotates back what was stored rotated, and divides by the normaliser. Grid (G * queries, B * H,
     blocks of C channels): one query row each.
 
-    part       fp32, contiguous: outputs [B * H, blocks, splits, R, DV]; then the maxima of their scores, to base 2, [B * H, blocks, splits,
-               R]; then their normalisers, relative to these, likewise; `entries` query rows of them. With EXACT, split 0 is that of exact
-               tokens, its channels in order; the others have channels plane after plane (`unpack`), rotated if V.rotated
-    firsts     int32 [B + 1], `pages.Splits.firsts`; read if ITEMS: `splits` are then those of all rows, and the first dimension of
-               outputs, maxima and normalisers is H
+    part       fp32 [B * H, blocks, splits, R, DV], contiguous: outputs. With EXACT, split 0 is that of exact tokens, its channels in order;
+               the others have channels plane after plane (`unpack`), rotated if V.rotated
+    tops       fp32 [B * H, blocks, splits, R, 2], contiguous: the maximum of the scores, to base 2, and the normaliser, relative to it
+    firsts     int32 [B + 1], `pages.Splits.firsts`; read if ITEMS: `splits` are then those of all rows, and the first dimension of `part`
+               and `tops` is H
+    SHARED     query rows in a block of a second launch, over tokens that `branches` rows of the batch share; 0: there is none. Its outputs
+               are behind the `before` query rows of the first: [B / branches * H, shared_blocks, shared_splits, SHARED], or with ITEMS
+               [H, ..]. Query `q` of head `g` of the group and of the row at place `p` is query row `(g * branches + p) * queries + q`
+    shares     int32 [B, 3], `pages.Splits.shares`; read if SHARED and ITEMS
     sinks      [H * G]: a logit for each query head; read if SINKS
     signs      fp32 [DV], read if V.rotated
     center     fp32 [B, H, DV], read if V.centered: center_b, center_h
-    out        [B, H * G, queries, DV] in the model's dtype: out_stride_b, out_stride_h, out_stride_q
+    out        [B, H * G, queries, DV] in the model's dtype: out_strides over rows, heads and queries
     lse        fp32 [B, H * G, queries], contiguous: log of the normaliser, to base e
     blocks     blocks of R query rows                    S       splits that are read at once
     TURN       factor of the inverse rotation; STAGES: the logarithm of its block, to base 2; with V.rotated, C covers all channels
@@ -43,38 +51,51 @@ def reduce_kernel(
     bh = tl.program_id(1)
     b = bh // heads
     head = (bh % heads) * G + row // queries
-    maxima = part + entries.to(tl.int64) * DV
-    sums = maxima + entries
     base = (bh * blocks + row // R).to(tl.int64) * splits
+    count = splits
     if ITEMS:
         first = tl.load(firsts + b)
         base = (bh % heads * blocks + row // R).to(tl.int64) * splits + first
-        splits = tl.load(firsts + b + 1) - first
+        count = tl.load(firsts + b + 1) - first
+    base = base * R + row % R
+    every = count
+    beyond = base
+    if SHARED:
+        group, first, others, place = b // branches * heads + bh % heads, 0, shared_splits, b % branches
+        if ITEMS:
+            group, first, others, place = bh % heads, tl.load(shares + b * 3), tl.load(shares + b * 3 + 1), tl.load(shares + b * 3 + 2)
+        other = (row // queries * branches + place) * queries + row % queries
+        panel = (group * shared_blocks + other // SHARED).to(tl.int64)
+        beyond = before + (panel * shared_splits + first) * SHARED + other % SHARED
+        every += others
     at = tl.arange(0, S)
-    place = tl.program_id(2) * C + tl.arange(0, C)  # in the order of partial sums: plane after plane
-    inside = place < DV
+    place_of_channel = tl.program_id(2) * C + tl.arange(0, C)  # in the order of partial sums: plane after plane
+    inside = place_of_channel < DV
     VW: tl.constexpr = DV // V.per
     if V.group > 0:
-        channel = place
+        channel = place_of_channel
     elif V.rotated:
-        channel = place
-        place = channel % V.per * VW + channel // V.per
+        channel = place_of_channel
+        place_of_channel = channel % V.per * VW + channel // V.per
     else:
-        channel = place % VW * V.per + place // VW
-    top = tl.load(maxima + base * R + row % R)
+        channel = place_of_channel % VW * V.per + place_of_channel // VW
+    top = tl.load(tops + base * 2)
     total = tl.zeros([], tl.float32)
     attention_sums = tl.zeros([], tl.float32)  # of packed tokens
     region = tl.zeros([C], tl.float32)
-    for begin in range(0, splits, S):
+    for begin in range(0, every, S):
         split = begin + at
-        live = split < splits
-        m = tl.load(maxima + (base + split) * R + row % R, mask=live, other=MASKED_SCORE)
-        l = tl.load(sums + (base + split) * R + row % R, mask=live, other=0.0)
+        live = split < every
+        entry = base + split.to(tl.int64) * R
+        if SHARED:
+            entry = tl.where(split < count, entry, beyond + (split - count).to(tl.int64) * SHARED)
+        m = tl.load(tops + entry * 2, mask=live, other=MASKED_SCORE)
+        l = tl.load(tops + entry * 2 + 1, mask=live, other=0.0)
         if EXACT:
             packed = live & (split > 0)
         else:
             packed = live
-        x = tl.load(part + ((base + split) * R + row % R)[:, None] * DV + place[None, :], mask=packed[:, None] & inside[None, :], other=0.0)
+        x = tl.load(part + entry[:, None] * DV + place_of_channel[None, :], mask=packed[:, None] & inside[None, :], other=0.0)
         x = tl.where((l != 0)[:, None], x, 0.0)  # splits without tokens wrote no output
         higher = tl.maximum(top, tl.max(m, 0))
         shrink = tl.exp2(top - higher)
@@ -90,8 +111,8 @@ def reduce_kernel(
             region = _hadamard_stage(region, C, 1 << stage)
         region *= tl.load(signs + channel, mask=inside, other=0.0) * TURN
     if EXACT:
-        weight = tl.exp2(tl.load(maxima + base * R + row % R) - top)
-        region += weight * tl.load(part + (base * R + row % R) * DV + channel, mask=inside, other=0.0)
+        weight = tl.exp2(tl.load(tops + base * 2) - top)
+        region += weight * tl.load(part + base * DV + channel, mask=inside, other=0.0)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E
         higher = tl.maximum(top, sink)
@@ -100,7 +121,7 @@ def reduce_kernel(
         top = higher
     query = row % queries
     region /= tl.where(total == 0, 1.0, total)  # a row may have no tokens
-    tl.store(out + b.to(tl.int64) * out_stride_b + head * out_stride_h + query * out_stride_q + channel, region, mask=inside)
+    tl.store(out + b.to(tl.int64) * out_strides[0] + head * out_strides[1] + query * out_strides[2] + channel, region, mask=inside)
     if tl.program_id(2) == 0:
         tl.store(lse + (bh * G * queries) + row, (top + tl.log2(total)) / LOG2E)
 

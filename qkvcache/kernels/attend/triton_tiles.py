@@ -23,15 +23,18 @@ from ..device.math import MASKED_SCORE, exp2
 from ..device.scales import group_scales, scaled, token_scale
 from ..device.unpack import offset_of, plane_offset, unit_of, unpack
 from .triton_attend import (
+    BLOCK,
     LOG2E,
-    _capped,
-    _exact_columns,
-    _hides,
-    _tiles_of_split,
+    RING_START,
+    RING_TOKENS,
+    SINKS,
+    capped,
     entry_of,
+    exact_columns,
     head_of,
+    hides_any,
     page_of,
-    rows_of_part,
+    tokens_of_split,
 )
 
 LARGEST_ZERO = tl.constexpr(64.0)
@@ -251,7 +254,7 @@ def _shown(mask, column, mask_stride, valid):
 def _region_tile(
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, TAIL: tl.constexpr,
     SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr,
-    state, stored, queries, k_planes, k_norm, v_planes, v_norm, next_slot, valid, mask, mask_stride, column, hides, softcap,
+    state, stored, queries, k_planes, k_norm, v_planes, v_norm, next_slot, valid, mask, mask_stride, column, hides,
 ):  # fmt: skip
     """Adds a tile, of which `stored` holds keys and values (`_stored`), to `state` (`_absorb`). Returns the new state and what is stored of
     the tokens `next_slot`, int [T]; with TAIL there are none.
@@ -266,8 +269,8 @@ def _region_tile(
     # After the product: until then, the fence that hands tiles to it would wait for these loads.
     if not TAIL:
         stored = _stored(K, K_ONCE, D, k_planes, next_slot, ARCH), _stored(V, V_ONCE, DV, v_planes, next_slot, ARCH)
-    if SOFTCAP:
-        s = _capped(s * factor[:, None] + q_center[:, None], softcap, True, ARCH)
+    if SOFTCAP is not None:
+        s = capped(s * factor[:, None] + q_center[:, None], SOFTCAP, ARCH)
         factor = tl.full(factor.shape, 1.0, tl.float32)
     if TAIL:
         s = tl.where(valid[None, :], s, float("-inf"))
@@ -279,7 +282,7 @@ def _region_tile(
 @triton.jit
 def _exact_tiles(
     D: tl.constexpr, DV: tl.constexpr, T: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, RING: tl.constexpr,
-    state, q, factor, keys, key_stride, values, value_stride, tokens, start, newest, mask, mask_stride, softcap, oldest_slot, count,
+    state, q, factor, keys, key_stride, values, value_stride, tokens, start, newest, mask, mask_stride, oldest_slot, count,
 ):  # fmt: skip
     """Adds tokens in the model's dtype to `state` (`_absorb`) and returns it.
 
@@ -293,10 +296,10 @@ def _exact_tiles(
     e = tl.arange(0, DV)
     for begin in tl.range(0, tokens, T, num_stages=1):
         at = begin + t
-        valid, column = _exact_columns(at, tokens, start, oldest_slot, count, RING)
+        valid, column = exact_columns(at, tokens, start, oldest_slot, count, RING)
         k = tl.load(keys + at[:, None] * key_stride + d[None, :], mask=valid[:, None], other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * factor[:, None]
-        s = _capped(s, softcap, SOFTCAP, ARCH)
+        s = capped(s, SOFTCAP, ARCH)
         if MASK:
             valid = valid & _shown(mask, column, mask_stride, valid)
         s = tl.where(valid[None, :] & (column[None, :] <= newest[:, None]), s, MASKED_SCORE)
@@ -331,19 +334,16 @@ def _queries(
 # What changes from step to step, or call to call, must not compile the kernel anew.
 @triton.jit(
     do_not_specialize=[
-        "scaling", "softcap", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "room", "entries", "before", "splits",
-        "branches",
-        "table_b", "table_h", "rows_b", "lengths_b", "mask_b", "mask_t",
+        "scaling", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "table_b", "table_h", "rows_b", "lengths_b",
+        "mask_b", "mask_t",
     ]
 )  # fmt: skip
 def attend_tiles_kernel(
-    query, rotation, table, rows, lengths, blocks, read, k_planes, v_planes, exact, mask, part,
-    query_b, query_h, query_q, table_b, table_h, rows_b, lengths_b, exact_strides, mean_strides, mask_b, mask_t, scaling, softcap,
-    n_sinks, n_quantized, n_residual, least, heads, queries, room, entries, before, splits, branches,
-    K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
-    PAGE: tl.constexpr, BASE: tl.constexpr, COUNTED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, k_strides: tl.constexpr,
-    v_strides: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
-    BLOCK: tl.constexpr, PANEL: tl.constexpr,
+    query, rotation, table, rows, lengths, chosen, k_planes, v_planes, exact, mask, part, tops,
+    query_strides, table_b, table_h, rows_b, lengths_b, mean_strides, mask_b, mask_t, scaling, n_sinks, n_quantized, n_residual, least,
+    heads, queries,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, PAGES: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
+    EXACT: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
     """Causal attention of the last `queries` tokens, which are among the residual, over sinks, quantized tokens in pages that heads share
     and the residual (`pages.PagedInputs`), split over programs.
@@ -351,17 +351,27 @@ def attend_tiles_kernel(
     Grid (splits, blocks of R query rows, B * H); with EXACT, split 0 is that of the exact tokens. Strides are in elements. Channels are
     contiguous. Query row `r` of a KV head is query `r % queries` of query head `h * G + r // queries`.
 
-    query          [B, H * G, queries, D] model dtype               query_b, query_h, query_q
-    rotation       fp16 [D, D], `tables.Tables.matrix`; read if K.rotated; TURN: factor of the rotation
-    table, rows, lengths, blocks, read, k_planes, v_planes, k_strides, v_strides, exact, exact_strides   as of `attend_kernel`;
-                   COUNTED: rows begin with the first token of their pages, and the rings of row `b` are row `b` of the residual
+    query          [B, H * G, queries, D] model dtype: query_strides over rows, heads and queries
+    rotation       fp16 [D, D], `tables.Tables.matrix`; read if keys are rotated
+    table, rows, lengths, chosen, k_planes, v_planes, exact, part, tops, KEYS, VALUES, PAGES, SOFTCAP   as of `attend_kernel`; with `rows`,
+                   rows begin with the first token of their pages, and the rings of row `b` are row `b` of the residual
     mask           uint8 (0: hidden) [B, columns], read if MASK: mask_b, mask_t
-    part, entries  as of `attend_kernel`
-    scaling, softcap   factor and cap of scores
-    n_sinks, n_quantized, n_residual   tokens, the same for all rows; COUNTED: slots of sinks and of a ring, and a bound
+    scaling        factor of scores
+    n_sinks, n_quantized, n_residual   tokens, the same for all rows; with `rows`: slots of sinks and of a ring, and a bound
     least          of a split, in tokens: a multiple of T
-    before, splits, branches, PANEL   as of `attend_kernel`
     """
+    COUNTED: tl.constexpr = rows is not None
+    K: tl.constexpr = KEYS.layout
+    V: tl.constexpr = VALUES.layout
+    D: tl.constexpr = KEYS.dim
+    DV: tl.constexpr = VALUES.dim
+    PAGE: tl.constexpr = PAGES[0]
+    BASE: tl.constexpr = PAGES[1]
+    K_ONCE: tl.constexpr = KEYS.once
+    TURN: tl.constexpr = KEYS.turn
+    V_ONCE: tl.constexpr = VALUES.once
+    K_STRIDES: tl.constexpr = KEYS.strides
+    V_STRIDES: tl.constexpr = VALUES.strides
     split = tl.program_id(0)
     block = tl.program_id(1)
     bh = tl.program_id(2)
@@ -376,20 +386,23 @@ def attend_tiles_kernel(
     if COUNTED:
         rows += b * rows_b
         stored = tl.load(lengths + b * lengths_b)
-        n_sinks = tl.load(rows + 3)
-        oldest_slot = tl.load(rows + 4)
-        in_ring = tl.load(rows + 5)
+        n_sinks = tl.load(rows + SINKS)
+        oldest_slot = tl.load(rows + RING_START)
+        in_ring = tl.load(rows + RING_TOKENS)
     length = stored
-    if BLOCK:
-        length = tl.load(read + bh)
-        blocks += bh * room
+    blocks = chosen
+    STEP: tl.constexpr = 0 if chosen is None else BLOCK
+    if chosen is not None:
+        length = tl.load(chosen[1] + bh)
+        blocks = chosen[0] + (b * table_b + h * table_h)
     if MASK:
         mask += b * mask_b
-    entry, rows_out = rows_of_part(bh, block, split, row, heads, queries, before, splits, branches, R, G, PANEL)
-    out = part + entry * DV + rows_out[:, None] * DV + tl.arange(0, DV)[None, :]
-    q_rows = b * query_b + (h * G + row // queries) * query_h + number * query_q
+    entry = ((bh * tl.num_programs(1) + block).to(tl.int64) * tl.num_programs(0) + split) * R
+    out_row = tl.arange(0, R)
+    out = part + entry * DV + out_row[:, None] * DV + tl.arange(0, DV)[None, :]
+    q_rows = b * query_strides[0] + (h * G + row // queries) * query_strides[1] + number * query_strides[2]
     state = (tl.full([R], MASKED_SCORE, tl.float32), tl.zeros([R], tl.float32), tl.zeros([R, DV], tl.float32))
-    scaling *= 1.0 if SOFTCAP else LOG2E
+    scaling *= LOG2E if SOFTCAP is None else 1.0
 
     if EXACT and split == 0:
         x_query = tl.load(query + q_rows[:, None] + tl.arange(0, D)[None, :], mask=live[:, None], other=0.0)
@@ -397,70 +410,75 @@ def attend_tiles_kernel(
         newest = n_sinks + stored + in_ring - queries + number
         state = _exact_tiles(
             D, DV, T, SOFTCAP, MASK, ARCH, False, state, x_query, x_factor,
-            exact[0] + b * exact_strides[0] + h * exact_strides[1], exact_strides[2],
-            exact[1] + b * exact_strides[3] + h * exact_strides[4], exact_strides[5],
-            n_sinks, 0, newest, mask, mask_t, softcap, 0, 0,
+            exact[0] + b * exact[4] + h * exact[5], exact[6],
+            exact[1] + b * exact[7] + h * exact[8], exact[9],
+            n_sinks, 0, newest, mask, mask_t, 0, 0,
         )  # fmt: skip
         m, l, acc = _exact_tiles(
             D, DV, T, SOFTCAP, MASK, ARCH, COUNTED, state, x_query, x_factor,
-            exact[2] + b * exact_strides[6] + h * exact_strides[7], exact_strides[8],
-            exact[3] + b * exact_strides[9] + h * exact_strides[10], exact_strides[11],
-            n_residual, n_sinks + stored, newest, mask, mask_t, softcap, oldest_slot, in_ring,
+            exact[2] + b * exact[10] + h * exact[11], exact[12],
+            exact[3] + b * exact[13] + h * exact[14], exact[15],
+            n_residual, n_sinks + stored, newest, mask, mask_t, oldest_slot, in_ring,
         )  # fmt: skip
         tl.store(out, acc, mask=live[:, None])
     else:
         k_mean = k_planes[3] + b * mean_strides[0] + h * mean_strides[1]
         q, factor, q_center = _queries(K, D, TURN, query, q_rows, live, rotation, k_mean, scaling)
         # Through the output's memory: loaded operands lie in shared memory, computed ones would take registers.
-        passing = (part + entry * DV).to(tl.pointer_type(q.dtype)) + rows_out[:, None] * (2 * DV) + tl.arange(0, D)[None, :]
+        passing = (part + entry * DV).to(tl.pointer_type(q.dtype)) + out_row[:, None] * (2 * DV) + tl.arange(0, D)[None, :]
         tl.store(passing, q, mask=live[:, None])
         tl.debug_barrier()
         q = tl.load(passing)
-        each = _tiles_of_split(length, tl.maximum(tl.num_programs(0) - EXACT, 1), least, T)
+        each = tokens_of_split(length, tl.maximum(tl.num_programs(0) - EXACT, 1), least, T)
         low = tl.multiple_of((split - EXACT) * each, T)
         high = tl.minimum(low + each, length)
-        hides = BLOCK > 0
-        if MASK and not BLOCK:
-            hides = _hides(mask, n_sinks + low, n_sinks + high, mask_t)
+        hides = STEP > 0
+        if MASK and not STEP:
+            hides = hides_any(mask, n_sinks + low, n_sinks + high, mask_t)
         t = tl.arange(0, T)
         unit = 1e-30  # that of the output
         if low < high:
             table += b * table_b + h * table_h
-            UNIT: tl.constexpr = BLOCK if BLOCK else PAGE
-            k_head = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), k_strides, b, h)
-            v_head = head_of(V, V_ONCE, (v_planes[0], v_planes[1], v_planes[2]), v_strides, b, h)
-            k_norm = _norm(K, D, K_ONCE, k_head, k_strides, table, blocks, low, high, PAGE, BASE, BLOCK)
-            unit = tl.maximum(_norm(V, DV, V_ONCE, v_head, v_strides, table, blocks, low, high, PAGE, BASE, BLOCK), unit)
+            UNIT: tl.constexpr = STEP if STEP else PAGE
+            k_head = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), K_STRIDES, b, h)
+            v_head = head_of(V, V_ONCE, (v_planes[0], v_planes[1], v_planes[2]), V_STRIDES, b, h)
+            k_norm = _norm(K, D, K_ONCE, k_head, K_STRIDES, table, blocks, low, high, PAGE, BASE, STEP)
+            unit = tl.maximum(_norm(V, DV, V_ONCE, v_head, V_STRIDES, table, blocks, low, high, PAGE, BASE, STEP), unit)
             queries_here = q, tl.maximum(factor * k_norm, 1e-37), q_center  # no factor of 0: what is hidden stays hidden
             whole = low + (high - low) // T * T
             place = tl.minimum(low + t, high - 1)
             page = _page_of_tile(table, low, high, place, UNIT, BASE)
-            k_here, v_here = page_of(K, D, K_ONCE, k_head, k_strides, page, 0), page_of(V, DV, V_ONCE, v_head, v_strides, page, 0)
-            here = _token_of(blocks, place, BLOCK)
+            k_here, v_here = (
+                page_of(K, D, K_ONCE, k_head, K_STRIDES, page, 0),
+                page_of(V, DV, V_ONCE, v_head, V_STRIDES, page, 0),
+            )
+            here = _token_of(blocks, place, STEP)
             tiles = (_stored(K, K_ONCE, D, k_here, here % PAGE, ARCH), _stored(V, V_ONCE, DV, v_here, here % PAGE, ARCH))
             for token in tl.range(low, whole, T, num_stages=1):
                 place = tl.minimum(token + T + t, high - 1)
                 page = _page_of_tile(table, token + T, high, place, UNIT, BASE)
-                k_here, v_here = page_of(K, D, K_ONCE, k_head, k_strides, page, 0), page_of(V, DV, V_ONCE, v_head, v_strides, page, 0)
-                following = _token_of(blocks, place, BLOCK)
+                k_here, v_here = (
+                    page_of(K, D, K_ONCE, k_head, K_STRIDES, page, 0),
+                    page_of(V, DV, V_ONCE, v_head, V_STRIDES, page, 0),
+                )
+                following = _token_of(blocks, place, STEP)
                 column = n_sinks + token + t
-                if BLOCK:
+                if STEP:
                     column = n_sinks + here
                 state, tiles = _region_tile(
                     K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, tiles, queries_here, k_here, k_norm, v_here, unit,
-                    following % PAGE, t >= 0, mask, mask_t, column, hides, softcap,
+                    following % PAGE, t >= 0, mask, mask_t, column, hides,
                 )  # fmt: skip
                 here = following
             if whole < high:
-                here = _token_of(blocks, tl.minimum(whole + t, high - 1), BLOCK)
+                here = _token_of(blocks, tl.minimum(whole + t, high - 1), STEP)
                 state, tiles = _region_tile(
                     K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, tiles, queries_here, k_here, k_norm, v_here, unit,
-                    here % PAGE, whole + t < high, mask, mask_t, n_sinks + here, hides, softcap,
+                    here % PAGE, whole + t < high, mask, mask_t, n_sinks + here, hides,
                 )  # fmt: skip
         m, l, acc = state
-        if not SOFTCAP:
+        if SOFTCAP is None:
             m += q_center
         tl.store(out, _plane_by_plane(V, acc * (unit * (unit_of(V) / _power(V)))), mask=live[:, None])
-    maxima = part + (entries.to(tl.int64) * DV + entry)
-    tl.store(maxima + rows_out, m, mask=live)
-    tl.store(maxima + entries + rows_out, l, mask=live)
+    tl.store(tops + (entry + out_row) * 2, m, mask=live)
+    tl.store(tops + (entry + out_row) * 2 + 1, l, mask=live)

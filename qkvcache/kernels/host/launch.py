@@ -111,7 +111,7 @@ class Launcher:
     """
 
     def __init__(self, kernel: Any, device: torch.device, given: Sequence[str], held: Sequence[str] = (), **fixed: Any) -> None:
-        self.kernel, self.index = kernel, device.index if device.type == "cuda" else -1
+        self.kernel, self.device, self.index = kernel, device, device.index if device.type == "cuda" else -1
         self.given, self.taken = tuple(given), frozenset(kernel.arg_names)
         self.fixed = {name: x for name, x in fixed.items() if name in self.taken or name in OPTIONS}
         constants = {name: x for name, x in self.fixed.items() if name not in OPTIONS}

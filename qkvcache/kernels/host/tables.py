@@ -23,6 +23,25 @@ PLAIN = PackedLayout("half", planes=("codes", "", ""))
 """The layout of keys or values without quantized tokens."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """Keys or values as a constant of a kernel.
+
+    layout   of the codes
+    dim      channels
+    once     whether one scale serves all tokens
+    strides  over entries and heads of the codes, the high bits and the scales (over rows and heads with `once`), in elements: constants, so
+             that all planes of a page have one product
+    turn     factor of the rotation of queries, in the kernel
+    """
+
+    layout: PackedLayout
+    dim: int
+    once: bool
+    strides: tuple[int, ...]
+    turn: float = 1.0
+
+
 class Tables(NamedTuple):
     """The constant tensors of one pair of codecs, head_dim and device."""
 
