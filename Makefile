@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo chat test test-all test-processors test-oldest test-newest lint kernels format docs tables families pictures notebooks package bench quality studies clean
+.PHONY: demo chat test test-all test-processors test-oldest test-newest test-rooms lint kernels format docs tables families pictures notebooks package bench quality studies clean
 
 demo: $(VENV)/package
 	$(BIN)/qkvcache demo
@@ -49,6 +49,12 @@ test-newest: $(VENV)-newest/installed
 # Every family of transformers as a tiny model: no feature of a cache works on fewer of them than the rows say.
 families: $(VENV)/installed
 	$(BIN)/python eval/families.py --check
+
+# Rooms can be deleted: each in a copy, in which everything that is left is linted and collected; and the short suite of the core without two
+# rooms, which the date draws.
+test-rooms: $(VENV)/installed
+	$(BIN)/python eval/rooms.py --delete
+	$(BIN)/python eval/rooms.py --tests
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -26,7 +26,7 @@ from harness import Table, device_name, in_time, parser_of, replace_rows, run_or
 
 from qkvcache.kernels import AttentionBudget, attend_pages, pages, split_rows
 from qkvcache.kernels.attend.reference import attend_pages as attend_in_torch
-from qkvcache.kernels.select_blocks import select_blocks as reference
+from qkvcache.select.select_blocks import select_blocks as reference
 from qkvcache.storage.paged import PAGE
 
 SECTIONS = "steps", "batches", "turns"
@@ -68,7 +68,7 @@ def turn(name: str, rows: int, tokens: int, budget: int, queries: int) -> dict[s
 
 def chain(name: str, rows: int, tokens: int, budget: int, shortest: int | None = None) -> dict[str, float]:
     """Microseconds of attention over all tokens, and of the parts of attention with a budget."""
-    from qkvcache.kernels import triton_select_blocks
+    from qkvcache.select import triton_select_blocks
 
     query = bf16(rows, HEADS, 1, DIM)
     if shortest is None:
@@ -90,8 +90,8 @@ def chain(name: str, rows: int, tokens: int, budget: int, shortest: int | None =
 
 def wrong(name: str) -> str:
     """Differences between the kernels and their references, on real keys of which few have most of the weight."""
-    from qkvcache.kernels import triton_select_blocks
     from qkvcache.kernels.attend import plan
+    from qkvcache.select import triton_select_blocks
 
     torch.manual_seed(0)
     key, value = bf16(2, KV_HEADS, 9000, DIM), bf16(2, KV_HEADS, 9000, DIM)

@@ -34,8 +34,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DeepseekV3Config,
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from qkvcache import CompressedCache
-from qkvcache.kernels import attend_latents, on_triton
-from qkvcache.kernels.attend_latents import attend_latents as reference
+from qkvcache.kernels import on_triton
+from qkvcache.latents.dispatch import attend_latents
+from qkvcache.latents.reference import attend_latents as reference
 from qkvcache.releases import passing
 
 SECTIONS = ("decode", "chosen", "step", "indexed")

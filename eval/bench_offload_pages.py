@@ -28,9 +28,10 @@ from transformers import PreTrainedModel
 
 from qkvcache import CompressedCache, demo
 from qkvcache.formats import REGISTRY
-from qkvcache.kernels import AttentionBudget, PagedInputs, attend_pages, fetch_blocks, triton_fetch_blocks, triton_select_blocks
+from qkvcache.kernels import AttentionBudget, PagedInputs, attend_pages
 from qkvcache.kernels.pages import BLOCK
 from qkvcache.releases import passing
+from qkvcache.select import fetch_blocks, triton_fetch_blocks, triton_select_blocks
 from qkvcache.storage import RowPages, attention_inputs_of
 
 FORMAT = "turboquant_4bit_nc"

@@ -27,17 +27,12 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from qkvcache.evict import triton_rotate
+from qkvcache.evict import triton_static as triton_evict
 from qkvcache.formats import FP8, REGISTRY, HadaQuant, Int4, Int8, TurboQuant  # noqa: E402
 from qkvcache.formats.base import PackedLayout  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
-from qkvcache.kernels import (
-    triton_attend_latents,
-    triton_evict,
-    triton_fetch_blocks,
-    triton_rotate,
-    triton_select_blocks,
-    triton_sum_attention,
-)
+from qkvcache.kernels import triton_sum_attention
 from qkvcache.kernels.attend.launches import OF_SHARED, SUM_SPAN, SUMS, TILES, launched
 from qkvcache.kernels.attend.triton_attend import attend_kernel
 from qkvcache.kernels.attend.triton_join import reduce_kernel, rotate_kernel
@@ -46,7 +41,9 @@ from qkvcache.kernels.attend.triton_tiles import attend_tiles_kernel
 from qkvcache.kernels.host.tables import Side
 from qkvcache.kernels.pages import BLOCK, GATHER_TILE, TOGETHER  # noqa: E402
 from qkvcache.kernels.store import triton_dequantize, triton_gather, triton_store
-from qkvcache.layers.compressed import CompressedLayer  # noqa: E402
+from qkvcache.latents import triton_attend as triton_attend_latents
+from qkvcache.latents.layer import LatentLayer
+from qkvcache.select import triton_fetch_blocks, triton_select_blocks
 from qkvcache.storage.paged import PAGE  # noqa: E402
 from qkvcache.storage.pool import ALIGNMENT, ANCHOR  # noqa: E402
 
@@ -182,7 +179,7 @@ def attention_to_latents(format: str, target: str, rows: int = 128, variant: str
     arch = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
     launch = triton_attend_latents.launched(arch, rows)
     job, chosen = attention(format, 512, target, variant.replace("chosen", "")), variant == "chosen"
-    rope = CompressedLayer(FORMATS[format], latents=(512, 64)).codecs((512, 64))[1].packed_layout
+    rope = LatentLayer(FORMATS[format], latents=(512, 64)).codecs((512, 64))[1].packed_layout
     assert rope
     names = {param.name for param in triton_attend_latents.attend_latents_kernel.params}
     types = {name: kind for name, kind in job.types.items() if name in names}

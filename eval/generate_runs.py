@@ -18,8 +18,7 @@ from torch.autograd import DeviceType
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache
 
-from qkvcache import CompressedCache
-from qkvcache.caches import H2OCache
+from qkvcache import CompressedCache, H2OCache
 from qkvcache.evaluation.quality import held_bytes
 from qkvcache.releases import passing
 

@@ -8,18 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache
-from qkvcache.attention import observer
 from qkvcache.attention.compressed_kv import CompressedKV
-from qkvcache.caches.compress import ReadingLayer, fill, read_twice
 from qkvcache.evaluation.quality import Prefilled, in_groups, prefill
-from qkvcache.formats import Format
+from qkvcache.evict import observer
+from qkvcache.evict.compress import ReadingLayer, fill, read_twice
+from qkvcache.evict.layer import EvictingLayer
 from qkvcache.kernels import Pair, sum_attention
-from qkvcache.layers.evicting import EvictingLayer
-from qkvcache.policies import Budget, KVzip, Policy, Random
+from qkvcache.policies import KVzip, Policy, Random
 from qkvcache.releases import passing
 
 
@@ -61,7 +60,7 @@ class Recorded(Prefilled):
         return found[index]
 
     def read_twice(self, policy: KVzip, model: PreTrainedModel, ids: Tensor, tokenizer: Any) -> tuple[DynamicCache, dict[int, Any]]:
-        """`caches.compress.read_twice` of `ids` `[B, T]`, once for policies that read alike; a copy that can be taken apart."""
+        """`evict.compress.read_twice` of `ids` `[B, T]`, once for policies that read alike; a copy that can be taken apart."""
         key = policy.num_sink_tokens, policy.chunk_size
         if key not in self._read_twice:
             dense, others = self._read_twice[key] = read_twice(model, policy, ids, torch.ones_like(ids), tokenizer, progress=False)
@@ -105,11 +104,12 @@ class RecordingLayer(EvictingLayer):
         return super().begin_attention(is_valid, query, scaling)
 
 
-class RecordingCache(CompressedCache):
-    """A cache of layers that record."""
-
-    def _new_evicting(self, format: Format, policy: Policy, budget: Budget, **options) -> EvictingLayer:
-        return RecordingLayer(format, policy, budget, **options)
+def recording_cache(config: PreTrainedConfig, tokens: int) -> CompressedCache:
+    """A cache that retains `tokens` tokens, of layers that record."""
+    cache = CompressedCache(config, policy=Random(budget=tokens))
+    for layer in cache.layers:
+        layer.__class__ = RecordingLayer  # type: ignore[assignment]
+    return cache
 
 
 @torch.no_grad()
@@ -125,7 +125,7 @@ def record(model: PreTrainedModel, ids: Tensor) -> tuple[Recorded, Tensor]:
         return cache, logits
     parts, logits = [], []
     for rows in in_groups(model, ids):
-        parts.append(RecordingCache(model.config, policy=Random(budget=ids.shape[1])))
+        parts.append(recording_cache(model.config, ids.shape[1]))
         logits.append(model(rows, **passing(parts[-1]), logits_to_keep=1).logits[:, -1])
     for index, layers in enumerate(zip(*(part.layers for part in parts), strict=True)):
         cache.update(*(torch.cat(side) for side in zip(*(layer.given for layer in layers), strict=True)), index)

@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedConfig
 
-from qkvcache import CompressedCache, demo
-from qkvcache.caches import SinkCache, SlidingWindowCache
+from qkvcache import CompressedCache, SinkCache, SlidingWindowCache, demo
 from qkvcache.evaluation.provenance import provenance
 from qkvcache.evaluation.quality import stream
 

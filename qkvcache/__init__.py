@@ -4,23 +4,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import formats, policies
+    from . import formats
     from .batching import continuous_batching
-    from .caches import (
-        CombinedCache,
-        CompressedCache,
-        H2OCache,
-        HadaQuantCache,
-        NVFP4Cache,
-        QuantizedPerTokenCache,
-        SinkCache,
-        SlidingWindowCache,
-        TurboQuantCache,
-    )
+    from .caches import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache
     from .caches.attach import attach, detach
     from .caches.warmup import warmup
     from .evaluation.calibrate import calibrate
     from .evaluation.profile_heads import profile_heads
+    from .evict import policies
+    from .evict.caches import CombinedCache, H2OCache, SinkCache, SlidingWindowCache
     from .planning.plan import plan
     from .planning.recommend import recommend
     from .prefix import PrefixStore
@@ -50,8 +42,10 @@ __all__ = [
 __version__ = "0.3.0"
 
 _PARTS = {"attention", "batching", "caches", "demo", "evaluation", "formats", "kernels", "layers", "models"}
-_PARTS |= {"planning", "policies", "prefix", "storage"}
+_PARTS |= {"evict", "hybrid", "latents", "planning", "policies", "prefix", "select", "storage"}
 _HOMES = {
+    "CombinedCache": "evict.caches",
+    "H2OCache": "evict.caches",
     "PrefixStore": "prefix",
     "attach": "caches.attach",
     "calibrate": "evaluation.calibrate",
@@ -60,6 +54,8 @@ _HOMES = {
     "plan": "planning",
     "profile_heads": "evaluation.profile_heads",
     "recommend": "planning",
+    "SinkCache": "evict.caches",
+    "SlidingWindowCache": "evict.caches",
 }
 """The modules of names that are not of `caches`."""
 

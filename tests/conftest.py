@@ -64,7 +64,17 @@ def pytest_configure(config):
 def pytest_ignore_collect(collection_path):
     import torch
 
-    return True if collection_path.name.endswith(("_gpu.py", "_gpus.py")) and not torch.cuda.is_available() else None
+    if collection_path.name.endswith(("_gpu.py", "_gpus.py")) and not torch.cuda.is_available():
+        return True
+    return True if collection_path.suffix == ".py" and needs_deleted_room(collection_path) else None
+
+
+def needs_deleted_room(path) -> bool:
+    """Whether a file of tests imports a room, or its tests, of which the folder was deleted (`eval/rooms.py`)."""
+    import rooms
+
+    gone = rooms.gone()
+    return bool(gone) and bool(gone & {rooms.room_of(name) for name in rooms.needed(path)})
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects

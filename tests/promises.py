@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from qkvcache.caches import CompressedCache
 from qkvcache.formats import Codec, Codes, Format
-from qkvcache.policies import Policy, Tokens
 from qkvcache.releases import passing
+
+if TYPE_CHECKING:
+    from qkvcache.policies import Policy, Tokens
 
 Check = Callable[[Format, int], None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

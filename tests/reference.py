@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from transformers import Cache, PreTrainedModel
 
 from qkvcache.kernels import KeysOrValues
 from qkvcache.layers.compressed import CompressedLayer
-from qkvcache.layers.hybrid import HybridLayer
+from qkvcache.layers.snapshot import has_indexer, kind_of
 from qkvcache.releases import passing
 from tests.seeds import SEED
 
@@ -79,15 +80,15 @@ def run(network, cache, inputs=None, **options):
     return network.generate(**(inputs or prompt()), **passing(cache), **options)
 
 
-class DenseLayer(CompressedLayer):
-    """The same layer, which hands attention its codes decoded."""
+@functools.cache
+def dense_class(kind: type[CompressedLayer]) -> type[CompressedLayer]:
+    """Layers of the class `kind` that hand attention their codes decoded."""
 
-    def update(self, *args, **kwargs):
-        return tuple(x if isinstance(x, Tensor) else x.dense() for x in super().update(*args, **kwargs))
+    class DenseLayer(kind):
+        def update(self, *args, **kwargs):
+            return tuple(x if isinstance(x, Tensor) else x.dense() for x in super().update(*args, **kwargs))
 
-
-class DenseHybridLayer(DenseLayer, HybridLayer):
-    """The same with states."""
+    return DenseLayer
 
 
 def decoded(cache: Cache) -> Cache:
@@ -95,8 +96,8 @@ def decoded(cache: Cache) -> Cache:
     cache = copy.deepcopy(cache)
     for inner in (getattr(cache, "self_attention_cache", cache),):
         for layer in inner.layers:
-            if type(layer) in (CompressedLayer, HybridLayer):
-                layer.__class__ = DenseHybridLayer if isinstance(layer, HybridLayer) else DenseLayer
+            if kind_of(layer) == "compressed" and not has_indexer(layer):
+                layer.__class__ = dense_class(type(layer))
     return cache
 
 

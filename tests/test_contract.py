@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from qkvcache import CompressedCache, TurboQuantCache, attach
 from qkvcache.attention.masks import HARMLESS, USED
-from qkvcache.caches.arguments import OWN_ATTENTION
+from qkvcache.attention.model_code import OWN_ATTENTION
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.releases import passing
 from tests.matrix import FORMATS, MODELS, THREE, model

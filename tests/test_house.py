@@ -9,10 +9,21 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "qkvcache"
 FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
-ORDER = ["formats", "kernels", "policies", "storage", "attention", "layers", "caches"]  # each may import those before it
-ALONE = {"autocast", "models", "progress", "releases"}  # import no other
-FOR_ALL = {"autocast", "progress", "releases"}
-ABOVE = {"batching", "prefix", "planning", "evaluation", "demo"}  # these import all of them
+ORDER = ["formats", "kernels", "storage", "attention", "layers", "caches"]  # each may import those before it
+ALONE = {"autocast", "models", "progress", "releases", "rooms"}  # import no other
+FOR_ALL = {"autocast", "progress", "releases", "rooms"}
+ABOVE = {
+    "hybrid",
+    "latents",
+    "evict",
+    "policies",
+    "select",
+    "batching",
+    "prefix",
+    "planning",
+    "evaluation",
+    "demo",
+}  # rooms: import all of them
 ABOVE |= {"options", "commands", "cli", "__init__"}
 
 

@@ -7,7 +7,8 @@ import torch
 
 from qkvcache.formats import Buffer, Codec, Format, Int4, QuantizedValues
 from qkvcache.policies import H2O, AdaKV, Custom, Policy, SnapKV
-from tests.matrix import POLICIES, slowly
+from tests.evict.matrix import POLICIES
+from tests.matrix import slowly
 from tests.promises import check_format, check_policy
 
 

@@ -216,6 +216,14 @@ class CompressedKV:
 
     # Attention, and its two products.
 
+    def path(self, options: dict[str, Any]) -> str | None:
+        """Keys: the path of attention with these `options` (`route.path_of`); None: the table says."""
+        return None
+
+    def attend_many(self, query: Tensor, hidden: Tensor | None, options: dict[str, Any]) -> Tensor | None:
+        """Keys: causal attention of many queries that hides columns, bool `[B or 1, T]`, where the class has its own."""
+        return None
+
     def attend(self, query: Tensor, mask: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
         """Keys: attention of queries `[B, Hq, Q, D]` over these keys and their values, on the codes (`kernels.attend`)."""
         return attend_on_codes(query, self.attention_inputs, mask, **options)

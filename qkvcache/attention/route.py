@@ -30,9 +30,7 @@ from ..kernels.attend.chunked import CHUNK_BYTES, attend_chunked, supports
 from .again import notice_again
 from .compressed_kv import CompressedKV, Form, as_the_model_has_them, of_one_update, warn_once
 from .full import NAME, full_attention
-from .latents import ExpandedKV, restore
 from .masks import Padding, chosen_columns, kernel_options, padding_columns, unknown, visible
-from .observer import attend_observed
 from .padding import awaited, report_attention
 from .plan import AttentionPlan
 from .uncompiled import uncompiled
@@ -49,6 +47,8 @@ Path = Literal["codes", "tiles", "chunks", "dense"]
 STANDARD = ("sdpa", "flex_attention", NAME)
 """Attention implementations that kernels of this library may replace, beside those with `flash` in their name."""
 
+restorers: list[Callable[[], None]] = []
+"""What else `uninstall` calls: each undoes what a room has replaced."""
 _stock: list[tuple[type, Callable]] = []
 """The methods of transformers that are replaced, with their classes."""
 
@@ -110,7 +110,8 @@ def uninstall() -> None:
     while _stock:
         kind, stock = _stock.pop()
         setattr(kind, stock.__name__, stock)
-    restore()
+    for restore in restorers:
+        restore()
     for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         registry._global_mapping.pop(NAME, None)
 
@@ -191,7 +192,7 @@ def _attend(
         _refuse_by_column(implementation, module, kwargs)
         softcap = kernel_options(implementation, query, kwargs)["softcap"]
         path = path_of(implementation, query, key.attention_inputs, softcap, observed=True)
-        return attend_observed(stock, implementation, path, module, query, key, value, given, *args, **kwargs)
+        return key.observer.attend(stock, implementation, path, module, query, key, value, given, *args, **kwargs)
     queries, tokens = query.shape[2], key.side.shape[2]
     mask = given
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[3] > tokens:
@@ -230,14 +231,10 @@ def _attend_on_codes(
     """Attention `[B, Hq, Q, D]` on the codes or in chunks; None where the model's own function must attend to a dequantized layer.
     `mask`: the mask `given` by transformers without columns after the tokens."""
     queries, tokens, options = query.shape[2], key.side.shape[2], kernel_options(implementation, query, keywords)
-    if isinstance(key, ExpandedKV):
-        supported, path = options["softcap"] is None and options["sinks"] is None, "codes"
-    else:
-        path = path_of(implementation, query, key.attention_inputs, options["softcap"])
-        supported = path != "dense"
+    path = key.path(options) or path_of(implementation, query, key.attention_inputs, options["softcap"])
     if names := unknown(implementation, keywords):
         warn_once(f"attention called with {', '.join(names)}, which only {implementation} knows: each step dequantizes the whole layer")
-    if keywords.get("dropout") or names or not supported:
+    if keywords.get("dropout") or names or path == "dense":
         return None
     if keywords.get("is_causal") is None:
         keywords = keywords | {"is_causal": getattr(module, "is_causal", True)}
@@ -248,8 +245,8 @@ def _attend_on_codes(
     hidden = padding.columns
     if padding.fits:  # causality costs a kernel less than a mask of queries x tokens
         shown, causal = None if hidden is None else ~hidden[:, None, None], True
-    if isinstance(key, ExpandedKV) and padding.fits and key.expansion.in_blocks(query):
-        return key.expansion.attend_blocks(query, hidden, scaling=options["scaling"])
+    if padding.fits and (out := key.attend_many(query, hidden, options)) is not None:
+        return out
     if path != "codes" and not padding.fits:
         return None
     if path == "chunks":

@@ -13,17 +13,18 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from .. import formats
 from ..attention import install
-from ..caches.arguments import OWN_ATTENTION, budget_of
-from ..caches.base import head_dim_of
+from ..attention.model_code import OWN_ATTENTION
 from ..formats import Format, FormatByLayer
+from ..formats.base import check_count
 from ..kernels import on_triton
-from ..policies import check_count
-from ..prefix import PrefixStore
+from ..layers.kinds import head_dim_of
+from ..rooms import option
 from .metrics import Metrics
 from .requests import check_prompt
 from .statistics import Statistics
 
 if TYPE_CHECKING:
+    from ..prefix import PrefixStore
     from .transformers_adapter import CompressedManager
 
 INIT, GENERATE = "init_continuous_batching", "generate_batch"
@@ -138,7 +139,7 @@ def continuous_batching(
     resolved = formats.resolve(format)
     check_count("num_sink_tokens", num_sink_tokens)
     check_count("residual_length", residual_length)
-    if (budget := budget_of(attention_budget)) is not None:
+    if (budget := option("attention_budget", attention_budget)) is not None:
         resolved = resolved.in_halves()
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
@@ -161,7 +162,7 @@ def continuous_batching(
         raise TypeError(f"statistics={statistics!r}: expected a file, or the statistics of an earlier run")
     if statistics.format != chosen:
         raise ValueError(f"statistics are of format {statistics.format.name!r}, not of {chosen.name!r}")
-    if store is not None and not isinstance(store, PrefixStore):
+    if store is not None and not _is_store(store):
         raise TypeError(f"store must be a PrefixStore, got {store!r}")
     if store is not None and store.model is not model:
         raise ValueError("the store is of another model: make it with PrefixStore(model, ...)")
@@ -221,3 +222,9 @@ def check_format(format: Format | FormatByLayer, head_dim: int | None) -> Format
     if head_dim:
         format.check(head_dim)
     return format
+
+
+def _is_store(x: object) -> bool:
+    from ..prefix import PrefixStore  # a room, which may not be there
+
+    return isinstance(x, PrefixStore)

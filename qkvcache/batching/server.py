@@ -40,7 +40,6 @@ from transformers.cli.serving.utils import CBWorkerDeadError, GenerateManager, M
 from ..caches import CompressedCache
 from ..caches.attach import attach
 from ..models import folder
-from ..prefix import PrefixStore
 from . import api
 from .context import Batching, continuous_batching
 from .fields import UNSUPPORTED, Chat, Completion, Fields, Refusal, Response
@@ -269,7 +268,7 @@ class Server(Serve):
         self._modality = self._model_manager.get_model_modality(model, processor=processor)
         if state._continuous_batching:
             directory = self._store["directory"]
-            store = None if directory is None else PrefixStore(model, tokenizer=self.tokenizer, **self._store)
+            store = None if directory is None else _store_of(model, tokenizer=self.tokenizer, **self._store)
             self.batching = self._attached.enter_context(continuous_batching(model, store=store, **self._cache))
         else:
             self._attached.enter_context(attach(model, lambda config: CompressedCache(config, **self._cache)))
@@ -428,3 +427,9 @@ def line(metrics: Metrics, tokens_per_second: float) -> str:
         f"pages {metrics.pages_used:,} of {metrics.pages_total:,} ({share:.0%}), {tokens_per_second:,.1f} tokens/s, "
         f"{metrics.preemptions:,} preemptions"
     )
+
+
+def _store_of(*args: Any, **options: Any) -> Any:
+    from ..prefix import PrefixStore  # a room, which may not be there
+
+    return PrefixStore(*args, **options)

@@ -16,15 +16,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import takewhile
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..layers.snapshot import Snapshot
 from ..layers.snapshot_file import THREADS
-from ..prefix.pages import StoredPages
 from .metrics import Metrics
 from .statistics import Statistics
+
+if TYPE_CHECKING:
+    from ..prefix.pages import StoredPages
 
 WRITERS = 4
 """Threads that write files, each of which waits for its file to be on the device."""

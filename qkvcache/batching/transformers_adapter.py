@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import chain, islice, takewhile
 from math import ceil, lcm
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -31,8 +31,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..formats import Format
 from ..kernels import AttentionBudget
 from ..kernels.attend.chunked import CHUNK_BYTES
-from ..prefix import PrefixStore
-from ..prefix.pages import StoredPages
 from ..releases import LAST_TESTED, warn_if_newer
 from .attention import NAME, NewKV, paged_attention
 from .grammars import Grammar, masked
@@ -45,6 +43,10 @@ from .sessions import Sessions
 from .statistics import Statistics
 from .step import HEADER
 from .store import LayerGroup, PageStore
+
+if TYPE_CHECKING:
+    from ..prefix import PrefixStore
+    from ..prefix.pages import StoredPages
 
 FIRST = "5.24"
 """The first release of transformers in which models pass their keys and values to a paged cache themselves."""

@@ -4,63 +4,36 @@ from __future__ import annotations
 
 import copy
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Never, Self
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig, StaticCache
-from transformers.cache_utils import (
-    Cache,
-    DynamicIndexedLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndStaticFullAttentionLayer,
-    StaticIndexedLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.cache_utils import StaticLayer as StockStaticLayer
 
-from .. import attention, formats, kernels, policies
-from ..attention.latents import absorb, channels
-from ..attention.rope import Rope
-from ..formats import Format, FormatByLayer, FormatLike
+from .. import attention, formats, kernels
+from ..formats import FormatByLayer, FormatLike
+from ..formats.base import check_count
 from ..formats.outlying import Int8Keys
 from ..kernels.pages import RunningStep
 from ..layers.compressed import CompressedLayer, rows_of
-from ..layers.evicting import EvictingLayer
-from ..layers.hybrid import EvictingHybridLayer, HybridLayer
-from ..layers.indexed import IndexedLayer
 from ..layers.static_sliding import StaticSlidingLayer
-from ..policies import Budget, KVzip, Policy, check_count
 from ..releases import CACHE_ARGUMENT, warn_if_newer
-from ..storage import check_room
+from ..rooms import option
 from . import convert, saving
-from .arguments import budget_of, layer_indices, refuse_unknown, why_not_evict
+from .arguments import PolicyLike, layer_indices, refuse_unknown
 from .biased import BiasedKeys, OutlyingKeys
-from .compress import fill, read_twice
+from .makers import maker_of
 from .memory import Memory, measured
+from .refusals import refuse
 from .reread import CALLER, length_for
 from .steps import Steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-CLASSES: dict[type, type[CompressedLayer]] = {
-    DynamicLayer: CompressedLayer, StockStaticLayer: CompressedLayer,
-    LinearAttentionAndFullAttentionLayer: HybridLayer, LinearAttentionAndStaticFullAttentionLayer: HybridLayer,
-    DynamicIndexedLayer: IndexedLayer, StaticIndexedLayer: IndexedLayer,
-}  # fmt: skip
-"""The layers of this library in place of those of transformers with full attention."""
-NEVER_STATIC = frozenset(("cpmant", "inkling2_loop_text", "inkling2_text", "inkling_text", "prophetnet"))
-"""Model types of transformers that make their own masks, whose columns are exactly the tokens seen."""
-UNLIMITED = 2**30
-"""The most tokens of a layer of a cache without `max_length`."""
 
 
 class CompressedCache(DynamicCache):
@@ -123,7 +96,7 @@ class CompressedCache(DynamicCache):
         config: PreTrainedConfig | None = None,
         *,
         format: FormatLike | None = None,
-        policy: str | Policy | None = None,
+        policy: str | PolicyLike | None = None,
         num_sink_tokens: int = 4,
         residual_length: int = 64,
         skip_layers: Iterable[int] = (),
@@ -137,7 +110,8 @@ class CompressedCache(DynamicCache):
         if format is None and policy is None:
             raise TypeError("pass a format such as format='turboquant_4bit_nc', a policy such as policy='keydiff', or both")
         self.format = formats.resolve("identity" if format is None else format)
-        self.policy = None if policy is None else policies.resolve(policy)
+        self._maker = maker_of(self, policy=policy)
+        self.policy = self._maker.policy
         refuse_unknown(self, unknown, self.format, self.policy)
         check_count("num_sink_tokens", num_sink_tokens)
         check_count("residual_length", residual_length)
@@ -148,41 +122,36 @@ class CompressedCache(DynamicCache):
         skip_layers = layer_indices(skip_layers)
         self._config = None if config is None else config.get_text_config(decoder=True)
         self._encoder_decoder = config is not None and config.is_encoder_decoder
-        self._latents = config is not None and absorb(config)
         self._layer_options = {"num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
-        self.max_length, self.compile = max_length, compile or max_length is not None
-        self._why_static = "compile=True" if max_length is None else "max_length"
+        self.max_length, self.compile, self.offloading = max_length, compile or max_length is not None, offloading
+        self.fixed_by = "compile=True" if max_length is None else "max_length"
+        """The option for which tensors have fixed addresses."""
         self.skip_layers = skip_layers
         self.attention_budget, self.offload_pages = attention_budget, offload_pages
-        self._attention_budget = budget_of(attention_budget)
-        self._check_storage(offloading)
+        self._attention_budget = option("attention_budget", attention_budget)
+        refuse(self)
         if self._attention_budget is not None:
             self.format = self.format.in_halves()
-        self._rope: Rope | None = None
         self._running = RunningStep()
-        self._shares_keys = False
         self._outlying_keys = OutlyingKeys()
-        self._exact: frozenset[int] = frozenset()
-        """Full-attention layers that are uncompressed layers of this library."""
-        if self.policy is not None:
-            self._prepare_eviction(self.policy)
+        self._maker.prepare()
         if self._config is None:
             if skip_layers:
                 raise ValueError(f"skip_layers={skip_layers} needs the config, to know how many layers there are")
             if isinstance(self.format, FormatByLayer):
                 raise ValueError(f"{len(self.format.formats)} formats by layer need the config, to know which layers they are for")
-            Cache.__init__(self, layer_class_to_replicate=self._new_layer, offloading=offloading)  # type: ignore[arg-type]
+            Cache.__init__(self, layer_class_to_replicate=self._maker.new, offloading=offloading)  # type: ignore[arg-type]
         else:
-            Cache.__init__(self, self._stock_layers(self._config), offloading=offloading, offload_only_non_sliding=False)
-            self._swap_layers(skip_layers, self._config.per_layer_config)
+            Cache.__init__(self, self._maker.stock(self._config), offloading=offloading, offload_only_non_sliding=False)
+            self._maker.swap(self.layers, self._config)
         # transformers makes one mask for all layers without a window, sized for the first of them: it needs a column
         # for each token that any of them holds. Layers that evict take the running step's columns from it.
         self._keeps_all = next((i for i, layer in enumerate(self.layers) if _keeps_all(layer)), None)
         ours = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         if self._keeps_all is not None and self.compile and ((ours and self.policy) or max_length is None):
             raise NotImplementedError(
-                f"{self._why_static} on a model with layers other than full attention alone (layer {self._keeps_all}: "
-                f"{type(self.layers[self._keeps_all]).__name__}), whose masks have another length: leave out {self._why_static}"
+                f"{self.fixed_by} on a model with layers other than full attention alone (layer {self._keeps_all}: "
+                f"{type(self.layers[self._keeps_all]).__name__}), whose masks have another length: leave out {self.fixed_by}"
             )
         if max_length is not None and (self._keeps_all is not None or getattr(self._config, "model_type", None) == "bloom"):
             for layer in ours:  # layers of transformers, and BLOOM's ALiBi, use as many columns for a prompt
@@ -260,191 +229,7 @@ class CompressedCache(DynamicCache):
             NotImplementedError: compiled steps of a model with layers of other kinds than full attention, or layers with attention and a
                 recurrent state in one.
         """
-        if self.policy is None or not self.policy.second_reading:
-            raise ValueError(f"compress with policy={self.policy and self.policy.name}: only KVzip reads a context twice; call generate")
-        if self.get_seq_length():
-            raise ValueError(f"compress after {self.get_seq_length()} tokens: call it on an empty cache, or call reset() before")
-        if not isinstance(ids, Tensor):
-            raise TypeError(f"compress of {ids!r:.60}: expected token ids [B, T], such as tokenizer(text, return_tensors='pt').input_ids")
-        if ids.dim() != 2 or not ids.shape[1] or (attention_mask is not None and attention_mask.shape != ids.shape):
-            masked = "" if attention_mask is None else f" and attention_mask {list(attention_mask.shape)}"
-            raise ValueError(f"compress of ids {list(ids.shape)}{masked}: both must be [B, T], with T of 1 or more")
-        if prefill_chunk_size is not None:
-            check_count("prefill_chunk_size", prefill_chunk_size, least=1)
-        if any(type(layer) in (StaticSlidingWindowLayer, StaticSlidingLayer) for layer in self.layers):
-            raise NotImplementedError("compress with max_length or compile=True on a model with sliding layers: leave these out")
-        if any(isinstance(layer, HybridLayer) for layer in self.layers):
-            raise NotImplementedError(
-                "compress on a model with recurrent states beside attention in a layer: use another policy than KVzip"
-            )
-        if self.max_length is not None:
-            check_room(0, ids.shape[1], self.max_length)
-        mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids.device)
-        policy: KVzip = self.policy  # type: ignore[assignment]
-        fill(self.layers, policy, model, mask, *read_twice(model, policy, ids, mask, tokenizer, progress, prefill_chunk_size))
-        self.seen_ids = ids.clone()
-
-    def _check_storage(self, offloading: bool) -> None:
-        """Raises ValueError or NotImplementedError for options of storage that exclude each other, or the model."""
-        budget, policy = self.attention_budget, self.policy
-        if offloading and self.compile:
-            raise NotImplementedError(
-                f"offloading=True with {self._why_static}: tensors that move to the host have no fixed address; leave one out"
-            )
-        if offloading and policy is not None:
-            raise NotImplementedError(
-                "offloading=True with a policy: a layer that evicts stores few tokens, and must observe its attention; leave it out"
-            )
-        if budget is not None and policy is not None:
-            raise ValueError(f"attention_budget={budget} with policy={policy.name}, which evicts tokens: leave one out")
-        if budget is not None and self._latents:
-            raise NotImplementedError(
-                f"attention_budget={budget} on {self._config.model_type}: its latents are read whole; leave it out"  # type: ignore[union-attr]
-            )
-        if self.offload_pages and budget is None:
-            raise ValueError("offload_pages=True without attention_budget: each step would copy all tokens; pass one, such as 4096")
-        if self.offload_pages and offloading:
-            raise ValueError("offload_pages=True with offloading=True, which moves whole layers: leave one out")
-
-    def _prepare_eviction(self, policy: Policy) -> None:
-        """Raises ValueError or NotImplementedError for a policy that the options or the model exclude."""
-        config, why, rotates_sinks = self._config, self._why_static, getattr(policy, "positions", "original") == "cache"
-        if self.compile:
-            if any(budget.share for budget in policy.budgets):
-                raise NotImplementedError(f"budget={policy.budget} with {why}: a share has no fixed size; pass a number of tokens")
-            if rotates_sinks:
-                raise NotImplementedError(f"positions='cache' with {why}: sinks are rotated again at every step; pass positions='original'")
-            if policy.differs_by_head:
-                what = "budgets of heads" if policy.alpha_safeguard is None else f"alpha_safeguard={policy.alpha_safeguard}"
-                raise NotImplementedError(f"{what} with {why}: a compiled step has as many slots in each head; leave out one of the two")
-        of_rope = "positions='cache'" if rotates_sinks else f"policy={policy.name}" if policy.needs_rope else None
-        if config is None:
-            if policy.second_reading:
-                raise ValueError(f"policy={policy.name} needs the config, to know the layers before they are filled")
-            if len(policy.budgets) > 1:
-                raise ValueError(f"{len(policy.budgets)} budgets need the config, to know which layers they are for")
-            if of_rope:
-                raise ValueError(f"{of_rope} needs the config, to know how keys are rotated")
-            return
-        if reason := why_not_evict(config):
-            raise NotImplementedError(f"policy={policy.name} on {config.model_type}: {reason}")
-        heads = getattr(config, "num_key_value_heads", None)
-        if isinstance(heads, int) and (wrong := {len(budget.heads) for budget in policy.budgets} - {0, heads}):
-            raise ValueError(f"budgets for {wrong.pop()} heads: a layer of {config.model_type} has {heads} KV heads")
-        self._shares_keys = bool(getattr(config, "num_kv_shared_layers", 0))
-        if self._shares_keys and self.compile:
-            raise NotImplementedError(f"a policy with {why} on {config.model_type}: its layers share keys; leave out {why}")
-        if of_rope:
-            try:
-                self._rope = Rope.of(config)
-            except NotImplementedError as reason:
-                fix = "positions='original'" if rotates_sinks else "another policy, such as KeyDiff,"
-                raise NotImplementedError(f"{of_rope}: {reason}; {fix} does without") from None
-
-    def _stock_layers(self, config: PreTrainedConfig) -> list[Any]:
-        """The layers that transformers' own cache would have."""
-        length = UNLIMITED if self.max_length is None else self.max_length
-        if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop":
-            raise NotImplementedError(
-                f"{config.model_type} with recurrent_kv_cache_mode='last_loop': earlier loops read the dense keys and values of the last "
-                "one; use 'per_loop', or a DynamicCache"
-            )
-        if self.compile and config.model_type in NEVER_STATIC:
-            raise NotImplementedError(
-                f"{self._why_static} on {config.model_type}, whose masks are of the tokens seen: leave out {self._why_static}"
-            )
-        try:
-            layers: list[Any] = (StaticCache(config, length) if self.compile else DynamicCache(config=config)).layers
-        except KeyError as unknown:
-            fix = f"leave out {self._why_static}" if self.compile else "make the cache after the model, which registers its layers"
-            raise NotImplementedError(
-                f"transformers has no such cache for layers of {config.model_type} of type {unknown.args[0]!r}: {fix}"
-            ) from None
-        return [StaticSlidingLayer(length, x.max_cache_len) if type(x) is StaticSlidingWindowLayer else x for x in layers]
-
-    def _new_layer(
-        self,
-        format: Format | None = None,
-        number: int = 0,
-        kind: Callable[..., CompressedLayer] = CompressedLayer,
-        index: int | None = None,
-        **states: Any,
-    ) -> CompressedLayer:
-        """A new full-attention layer in `format` (None: the cache's), the layer `number` of those compressed,
-        and `index` of all (None: the next). `states`: the layer states of `_options_of`."""
-        if format is None:
-            (format,) = self.format.for_layers(1)
-        if self.policy is not None:
-            budget = self.policy.budgets[number % len(self.policy.budgets)]
-            options: dict[str, Any] = self._layer_options | {"rope": self._rope} | states
-            layer: CompressedLayer = self._new_evicting(format, self.policy, budget, **options)
-        else:
-            layer = kind(
-                format,
-                **self._layer_options,
-                max_length=self.max_length,
-                compile=self.compile,
-                attention_budget=self._attention_budget,
-                offload_pages=self.offload_pages,
-                **states,
-            )
-        instead = Int8Keys.instead_of(format)
-        if instead and layer.latents is None and not isinstance(self.format, FormatByLayer):  # the user's own choice
-            index = len(self.layers) if index is None else index
-            layer.instead = partial(self._outlying_keys.choose, instead, index)
-        layer.running = self._running
-        return layer
-
-    def _new_exact(self, kind: Callable[..., CompressedLayer], **states: Any) -> CompressedLayer:
-        """A new uncompressed layer of this library, for a cache that evicts or whose steps are compiled."""
-        if not self.policy:
-            return kind(formats.Identity(), 0, 0, self.max_length, self.compile, **states)
-        # transformers makes one mask for all layers; a layer of another length must make its own
-        if self.compile and self.max_length is None:
-            raise NotImplementedError("skip_layers with a policy and compile=True: they store max_length tokens, so pass it")
-        whole = policies.SlidingWindow(window_length=self.max_length or UNLIMITED, interval=1)
-        return self._new_evicting(formats.Identity(), whole, whole.budgets[0], **states)
-
-    def _new_evicting(self, format: Format, policy: Policy, budget: Budget, **options: Any) -> EvictingLayer:
-        policy = replace(policy, interval=1) if self.compile else policy
-        kind: Any = EvictingHybridLayer if "number_of_states" in options else EvictingLayer
-        options |= {"deferred": self._shares_keys, "max_length": self.max_length, "compile": self.compile}
-        layer = kind(format, policy, budget, **options)
-        layer.running = self._running
-        return layer
-
-    def _swap_layers(self, skip_layers: tuple[int, ...], configs: Sequence[PreTrainedConfig]) -> None:
-        """Puts layers of this library in place of those with full attention."""
-        count = len(self.layers)
-        for index in skip_layers:
-            if not isinstance(index, int) or not -count <= index < count:
-                raise ValueError(f"skip_layers holds {index!r}: the model has layers 0 to {count - 1} (or -1 to -{count} from the end)")
-        skipped = {index % count for index in skip_layers}
-        full = [i for i, layer in enumerate(self.layers) if type(layer) in CLASSES]
-        chosen = [i for i in full if i not in skipped]
-        if self.policy and len(self.policy.budgets) not in (1, len(chosen)):
-            raise ValueError(
-                f"{len(self.policy.budgets)} budgets for {len(chosen)} full-attention layers: pass one for all, or one for each"
-            )
-        if self.policy or self.compile:
-            self._exact = frozenset(skipped.intersection(full))
-        for i, format in zip(full, self.format.for_layers(len(full)), strict=True):
-            kind, states = CLASSES[type(self.layers[i])], _options_of(self.layers[i], configs[i], self._latents)
-            if i in self._exact:
-                self.layers[i] = self._new_exact(kind, **states)
-            elif i in chosen:
-                if head_dim := head_dim_of(configs[i]):
-                    format.check(head_dim)
-                self.layers[i] = self._new_layer(format, chosen.index(i), kind, i, **states)
-        if not chosen:
-            kinds = ", ".join(sorted({type(layer).__name__ for layer in self.layers}))
-            why = (
-                f"skip_layers={skip_layers} contains every full-attention layer"
-                if full
-                else f"no layer of this model has full attention, but {kinds}"
-            )
-            evicted = " and no token evicted" if self.policy else ""
-            warnings.warn(f"{why}: nothing will be compressed{evicted}", stacklevel=3 + 2 * (type(self) is not CompressedCache))
+        self._maker.compress(model, ids, attention_mask, tokenizer, prefill_chunk_size, progress)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` tokens; 0 keeps them all. A step that ended between two layers is taken back before."""
@@ -519,7 +304,7 @@ class CompressedCache(DynamicCache):
         """
         convert.check_source(cache)
         made = cls(config, **options)
-        convert.check_policy(made.policy)
+        made._maker.check_source()
         convert.take(made, cache, attention_mask)
         return made
 
@@ -634,10 +419,9 @@ class CompressedCache(DynamicCache):
         """The number of tokens that layer `layer_idx` stores, in the head that stores most. `get_seq_length` counts the
         tokens seen."""
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        if isinstance(layer, EvictingLayer):
-            layer.commit()
-            return layer.stored
-        if isinstance(layer, CompressedLayer) or layer is None:
+        if isinstance(layer, CompressedLayer):
+            return layer.stored_length()
+        if layer is None:
             return self.get_seq_length(layer_idx)
         keys = getattr(layer, "keys", None)
         return 0 if keys is None or not keys.numel() else keys.shape[-2]
@@ -649,7 +433,7 @@ class CompressedCache(DynamicCache):
         nothing or is empty.
         """
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        if not isinstance(layer, EvictingLayer):
+        if not isinstance(layer, CompressedLayer):
             raise ValueError(f"layer {layer_idx} evicts nothing")
         return layer.positions()
 
@@ -657,7 +441,8 @@ class CompressedCache(DynamicCache):
         memory = self.memory()
         tokens = max((layer.get_seq_length() for layer in self.layers if hasattr(layer, "get_seq_length")), default=0)
         compressed = sum(isinstance(layer, CompressedLayer) and not isinstance(layer.format, formats.Identity) for layer in self.layers)
-        evicting = sum(isinstance(layer, EvictingLayer) and i not in self._exact for i, layer in enumerate(self.layers))
+        kinds = [getattr(layer, "snapshot_kind", None) for layer in self.layers]
+        evicting = sum(kind == "evicting" and i not in self._maker.exact for i, kind in enumerate(kinds))
         options: dict[str, Any] = {"policy": self.policy, "attention_budget": self.attention_budget}
         options |= {"offload_pages": True} if self.offload_pages else {}
         shown = "".join(f", {name}={x}" for name, x in (options | self._layer_options).items() if x is not None)
@@ -678,24 +463,9 @@ def _keeps_all(layer: Any) -> bool:
     return isinstance(layer, DynamicLayer | StockStaticLayer) and not layer.is_sliding and not isinstance(layer, CompressedLayer)
 
 
-def _options_of(layer: Any, config: PreTrainedConfig, latents: bool) -> dict[str, Any]:
-    """The options of this library's layer in place of `layer`, whose config this is, that other layers do not have. `latents`: whether the
-    model's attention takes them as they are stored."""
-    kind, found = CLASSES.get(type(layer)), dict[str, Any]()
-    if latents:
-        found["latents"] = channels(config)
-    if kind is IndexedLayer and getattr(config, "index_kpool", None):
-        found["exact_indexer"] = True
-    if kind is HybridLayer:
-        found["number_of_states"] = layer.number_of_states
-    return found
-
-
 def _check_crop(layer: Any, tokens_to_remove: int) -> None:
     """Raises NotImplementedError if the layer cannot return to the state before its last `-tokens_to_remove` tokens."""
-    if isinstance(layer, EvictingLayer):
-        EvictingLayer.crop(layer, tokens_to_remove)
-    elif isinstance(layer, StaticSlidingLayer):
+    if isinstance(layer, CompressedLayer | StaticSlidingLayer):
         layer.check_crop(tokens_to_remove)
     if not tokens_to_remove:
         return
@@ -705,13 +475,3 @@ def _check_crop(layer: Any, tokens_to_remove: int) -> None:
         raise NotImplementedError(
             f"crop({tokens_to_remove}): {type(layer).__name__} holds no earlier state; to go on from a part of a text, use a PrefixStore"
         )
-
-
-def head_dim_of(config: PreTrainedConfig) -> int | None:
-    """The number of channels of a cached key; None if the config does not tell (latent attention)."""
-    if channels(config):
-        return None
-    head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
-    if head_dim is None and getattr(config, "num_attention_heads", None):
-        head_dim = config.hidden_size // config.num_attention_heads
-    return head_dim if isinstance(head_dim, int) else None

@@ -10,10 +10,8 @@ from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..layers.compressed import CompressedLayer
-from ..layers.evicting import EvictingLayer
-from ..layers.snapshot import KINDS, copy_states, copy_tokens, restore, snapshot
+from ..layers.snapshot import copy_states, copy_tokens, kind_of, restore, snapshot
 from ..layers.static_sliding import StaticSlidingLayer
-from ..policies import REGISTRY, Policy
 
 
 def check_source(source: object) -> None:
@@ -22,21 +20,6 @@ def check_source(source: object) -> None:
         raise TypeError("from_cache of an EncoderDecoderCache: pass its self_attention_cache")
     if not isinstance(source, Cache) or not hasattr(source, "layers"):
         raise TypeError(f"from_cache of a {type(source).__name__}: pass a cache of transformers, such as DynamicCache")
-
-
-def check_policy(policy: Policy | None) -> None:
-    """Raises NotImplementedError for a policy that needs the attention of tokens that were read elsewhere."""
-    if policy is None or not _needs_attention(policy):
-        return
-    others = ", ".join(name for name, kind in REGISTRY.items() if not _needs_attention(kind()))
-    raise NotImplementedError(
-        f"from_cache with policy={policy.name}, which ranks tokens by attention that the given cache does not have: use one of {others}, "
-        "or let the model read the prompt with the new cache"
-    )
-
-
-def _needs_attention(policy: Policy) -> bool:
-    return bool(policy.observation_window) or policy.needs_queries or policy.second_reading
 
 
 @torch.no_grad()
@@ -55,28 +38,20 @@ def take(into: Any, source: Any, attention_mask: Tensor | None) -> None:
             continue
         if layer.keys is not None and layer.keys.numel():
             copy_tokens(own, layer, row=None)
-            _end_step(own, is_valid)
+            if isinstance(own, CompressedLayer):
+                own.end_prompt(is_valid)
             into._biased_keys.examine(layer.keys, i, own, is_valid)
         copy_states(own, layer)
 
 
-def _end_step(layer: Any, is_valid: Tensor | None) -> None:
-    """Tells a layer about the padding of the prompt that it was given, as attention does."""
-    if isinstance(layer, EvictingLayer):
-        layer.begin_attention(is_valid)
-        layer.end_attention(None)
-    elif isinstance(layer, CompressedLayer):
-        layer.commit(is_valid)
-
-
 def _why_not(into: Any, layer: Any) -> str | None:
     """The reason why the tokens of `layer` cannot be put into `into`, which is empty; None: they can."""
-    if KINDS.get(type(layer)) is None or isinstance(layer, CompressedLayer):
+    if kind_of(layer) is None or isinstance(layer, CompressedLayer):
         return "pass a DynamicCache, whose keys and values are dense"
     if type(into) is type(layer):
         windows = getattr(into, "sliding_window", None), getattr(layer, "sliding_window", None)
         return None if windows[0] == windows[1] else f"its window of {windows[1]} is {windows[0]} in the config"
-    if isinstance(into, CompressedLayer) and KINDS[type(layer)] == "dense":
+    if isinstance(into, CompressedLayer) and kind_of(layer) == "dense":
         return None
     if isinstance(into, DynamicSlidingWindowLayer) and type(layer) is DynamicLayer:
         return None

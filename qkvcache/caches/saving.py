@@ -4,6 +4,7 @@ model. Nothing is pickled: an option is a plain value, or a format or a policy o
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
@@ -15,13 +16,10 @@ from transformers import PreTrainedConfig
 from ..formats import REGISTRY, FormatByLayer
 from ..layers.snapshot import Snapshot, check, restore, snapshot
 from ..layers.snapshot_file import Damaged, Parts, read_header, reading, write
-from ..policies import REGISTRY as POLICIES
-from ..policies import Budget
+from ..rooms import registered
 
 WHAT = "qkvcache_cache"
 """The kind of file."""
-CLASSES = {kind.__name__: kind for kind in (*map(type, REGISTRY.values()), *POLICIES.values(), Budget, FormatByLayer)}
-"""The classes of values that a file holds by name."""
 OPTIONS = ("policy", "skip_layers", "max_length", "attention_budget", "offload_pages", "offloading")
 MODEL = (
     "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "kv_lora_rank",
@@ -101,6 +99,12 @@ def _check_model(saved: dict[str, Any], config: PreTrainedConfig) -> None:
             raise Damaged(f"it is of a model with {name}={saved.get(name)!r}, and the config has {own.get(name)!r}")
 
 
+@functools.cache
+def _classes() -> dict[str, type]:
+    """The classes of values that a file holds by name."""
+    return {kind.__name__: kind for kind in (*map(type, REGISTRY.values()), FormatByLayer, *registered("SAVED"))}
+
+
 def _plain(name: str, x: Any) -> Any:
     """The value of an option as JSON has it. Raises NotImplementedError for anything but plain values, formats and policies of this
     library."""
@@ -108,7 +112,7 @@ def _plain(name: str, x: Any) -> Any:
         return x
     if isinstance(x, list | tuple):
         return [_plain(name, each) for each in x]
-    if CLASSES.get(type(x).__name__) is not type(x):
+    if _classes().get(type(x).__name__) is not type(x):
         raise NotImplementedError(
             f"save of {name}={x!r}: a file holds formats and policies of qkvcache alone; call torch.save(cache, path)"
         )
@@ -121,4 +125,4 @@ def _made(x: Any) -> Any:
         return tuple(map(_made, x))
     if not isinstance(x, dict):
         return x
-    return CLASSES[x["class"]](**{name: _made(value) for name, value in x.items() if name != "class"})
+    return _classes()[x["class"]](**{name: _made(value) for name, value in x.items() if name != "class"})

@@ -14,7 +14,6 @@ from typing import Any
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from ..layers.compressed import CompressedLayer
-from ..layers.indexed import IndexedLayer
 from ..layers.static_sliding import StaticSlidingLayer
 
 _masks = threading.local()
@@ -92,8 +91,7 @@ class Steps:
                     f"{back if all(getattr(layer, 'is_croppable', True) for layer in layers) else ''}call reset(), and read the whole text "
                     "again"
                 )
-        states = (LinearAttentionCacheLayerMixin, IndexedLayer)
-        if self.is_torn and any(isinstance(layer, states) for layer in layers):
+        if self.is_torn and not all(_is_restorable(layer) for layer in layers):
             raise ValueError(
                 f"the step before ended after layer {self.last} and not {self.end}, and recurrent states cannot be taken back: call "
                 "reset(), and read the whole text again"
@@ -104,6 +102,11 @@ class Steps:
         lengths = [layer.get_seq_length() if i <= self.top and counts(layer) else None for i, layer in enumerate(layers)]
         shortest = min((length for length in lengths if length is not None), default=0)
         return [0 if length is None else length - shortest for length in lengths]
+
+
+def _is_restorable(layer: Any) -> bool:
+    """Whether `layer` can be taken back to the tokens before the last step."""
+    return getattr(layer, "is_restorable", True) and not isinstance(layer, LinearAttentionCacheLayerMixin)
 
 
 def counts(layer: Any) -> bool:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..kernels import on_triton
 from ..layers.compressed import CompressedLayer
-from ..layers.evicting import EvictingLayer
-from ..policies import Budget
 from ..releases import passing
 from ..storage import GROUP, PAGE, RowPages
 from .base import CompressedCache
@@ -47,7 +45,7 @@ def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[
     for rows in (2, 1) if padded else (1,):
         fresh = copy.deepcopy(cache)
         fresh.reset()
-        _shrink(fresh, Budget(tokens=prompt - PAGE // 2), prompt + sum(steps) + GROUP)
+        _shrink(fresh, prompt - PAGE // 2, prompt + sum(steps) + GROUP)
         mask = torch.ones(rows, prompt, dtype=torch.long, device=model.device)
         mask[1:, 0] = 0
         ids = torch.zeros_like(mask)
@@ -66,20 +64,10 @@ def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[
                 layer.storage.tokens.append((keys[:, :, :1], values[:, :, :1]))
 
 
-def _shrink(cache: CompressedCache, budget: Budget, length: int) -> None:
+def _shrink(cache: CompressedCache, tokens: int, length: int) -> None:
     """Makes the cache small, so that it is soon full; kernels depend neither on the budget nor on `max_length`. Also
     affects layers that are made later."""
-
-    def small(layer: Any) -> Any:
-        if isinstance(layer, EvictingLayer):
-            layer.budget = budget
-        if isinstance(layer, CompressedLayer):
-            layer.storage = None
-            if layer.max_length is not None:
-                layer.max_length = length
-        return layer
-
-    cache.layers = [small(layer) for layer in cache.layers]
+    cache.layers = [cache._maker.shrink(layer, tokens, length) for layer in cache.layers]
     make = cache.layer_class_to_replicate
     if make is not None:
-        cache.layer_class_to_replicate = lambda *args: small(make(*args))  # type: ignore[assignment]
+        cache.layer_class_to_replicate = lambda *args: cache._maker.shrink(make(*args), tokens, length)  # type: ignore[assignment]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..evaluation.calibrate import Calibration
-    from ..policies import HeadProfile
+    from ..evict.policies import HeadProfile
 
 Progressed = Callable[[int, int], None]
 Found = TypeVar("Found", "Calibration", "HeadProfile")

@@ -28,8 +28,8 @@ from ..options import (
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from ..evict.policies import Policy
     from ..planning import Plan
-    from ..policies import Policy
 
 
 Model = Annotated[str, typer.Argument(help=MODEL)]
@@ -163,7 +163,7 @@ def _config(model: str) -> PreTrainedConfig:
 
 
 def _policy(name: str | None, budget: float | None) -> Policy | None:
-    from .. import policies
+    from ..evict import policies
 
     if name is None:
         if budget is not None:

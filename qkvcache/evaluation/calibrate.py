@@ -24,10 +24,10 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from .. import demo
 from ..formats import FormatByLayer, HadaQuant
+from ..formats.base import check_count
 from ..formats.hadaquant import BITS
 from ..kernels import Pair
 from ..layers.compressed import CompressedLayer
-from ..policies import check_count
 from ..releases import passing
 from .provenance import provenance
 from .quality import compare, prefill

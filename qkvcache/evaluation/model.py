@@ -35,8 +35,7 @@ from transformers.cache_utils import Cache
 
 from .. import models
 from ..caches import CompressedCache
-from ..formats.base import check_option
-from ..policies import check_count
+from ..formats.base import check_count, check_option
 from ..releases import passing
 from .quality import held_bytes
 from .spec import CacheSpec

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import DynamicCache, PreTrainedConfig
 
-from .. import formats, policies
+from .. import formats
 from ..caches import CompressedCache
-from ..caches.arguments import budget_of
-from ..policies import check_count
+from ..formats.base import check_count
+from ..rooms import option
 
 DENSE = "dynamic"
 OF_POLICY = ("budget", "recent", "head_profile")
@@ -60,13 +60,15 @@ class CacheSpec:
             raise ValueError(f"cache={DENSE!r} takes no {' and no '.join(given)}: pass a format, or cache='identity' for the model's dtype")
         check_count("num_sink_tokens", self._exact)
         check_count("residual_length", self.residual_length)
-        budget_of(self.attention_budget)
+        option("attention_budget", self.attention_budget)
         if not self.dense:
             formats.resolve(self.cache)
         if self.policy is not None:
             self._policy()
 
-    def _policy(self) -> policies.Policy:
+    def _policy(self) -> Any:
+        from ..evict import policies  # a room, which may not be there
+
         options = {name: value for name in (*OF_POLICY, "num_sink_tokens") if (value := getattr(self, name)) is not None}
         if profile := options.pop("head_profile", None):
             if self.budget is None or issubclass(policies.REGISTRY.get(str(self.policy), policies.Policy), policies.SinkWindow):

@@ -277,6 +277,14 @@ class Format(ABC):
         return self.key.refuses(head_dim) or self.value.refuses(head_dim)
 
 
+def check_count(name: str, value: int, least: int = 0, of: str = "tokens") -> None:
+    """Raises TypeError or ValueError unless `value` is a whole number, at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a number of {of}, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name}={value}: must be {least} or more {of}")
+
+
 def check_option(name: str, value: object, allowed: Iterable[object], beside: str = "") -> None:
     """Raises ValueError unless `value` is among `allowed`; `beside` names other alternatives."""
     allowed = tuple(allowed)

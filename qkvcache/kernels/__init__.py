@@ -3,12 +3,8 @@
 from .attend.matmul import matmul_fp32, quadratic_form
 from .attend.prefill import prefill_with_lse
 from .attend.reference import attend, attend_observed
-from .evict import StaticTensors, gather_columns
 from .host import ops
 from .host.dispatch import (
-    append_token,
-    attend_latent_pages,
-    attend_latents,
     attend_on_codes,
     attend_pages,
     attends_in_tiles,
@@ -18,7 +14,6 @@ from .host.dispatch import (
     copy_index,
     dense,
     dequantize_pages,
-    evict_token,
     gather_rows,
     launch_into,
     launch_of_step,
@@ -32,7 +27,6 @@ from .host.dispatch import (
     quantizes,
     read,
     reads_together,
-    rotate,
     split_rows,
     step,
     sum_attention,

@@ -19,9 +19,7 @@ from ..attention.masks import kernel_options, once
 from ..attention.padding import PlainAttention, await_attention, await_compiled_attention
 from ..attention.uncompiled import uncompiled
 from ..autocast import without_autocast
-from ..formats import Identity
 from ..formats.base import Codec, Format
-from ..formats.int8 import SymmetricInt8
 from ..formats.outlying import LEAST
 from ..kernels import (
     AttentionBudget,
@@ -88,17 +86,23 @@ class CompressedLayer(CacheLayerMixin):
         compile: whether steps of a growing layer can be compiled; with `max_length` they always can. Pages are then added outside of
             compiled code, when masks are made (`reserve`). If masks are made in compiled code too, tokens without room are dropped, and the
             next call outside of it raises ValueError.
-        latents: channels of keys and values that are latents and the rotated part of keys (MLA). That part is INT8 in every format but an
-            exact one: it adds 13 % to the error of INT8 latents, which FP8 would double (`eval/bench_latents.py`).
-        attention_budget: of quantized tokens that attention of up to 512 queries reads (`kernels/select_blocks.py`); None: all.
+        attention_budget: of quantized tokens that attention of up to 512 queries reads (`select/select_blocks.py`); None: all.
         offload_pages: quantized tokens lie in host memory, from which the blocks that attention reads are fetched
-            (`kernels/fetch_blocks.py`).
+            (`select/fetch_blocks.py`).
     """
 
     is_sliding = False
     is_compileable = False
     is_croppable = True
     supports_early_init = False
+    snapshot_kind = "compressed"
+    """The kind of its snapshots (`snapshot.py`)."""
+    examines_keys = True
+    """Whether `instead` may choose the format by the first keys."""
+    compiles_ahead = True
+    """Whether the kernels of a step are those that `compile_step` compiles while a prompt is read."""
+    is_restorable = True
+    """Whether a step that ended between two layers can be taken back."""
 
     def __init__(
         self,
@@ -107,7 +111,6 @@ class CompressedLayer(CacheLayerMixin):
         residual_length: int = 64,
         max_length: int | None = None,
         compile: bool = False,
-        latents: tuple[int, int] | None = None,
         attention_budget: AttentionBudget | None = None,
         offload_pages: bool = False,
     ):
@@ -115,7 +118,7 @@ class CompressedLayer(CacheLayerMixin):
             num_sink_tokens = min(num_sink_tokens, max_length - 1)
             residual_length = min(residual_length, max_length - 1 - num_sink_tokens)
         self.format, self.num_sink_tokens, self.residual_length, self.max_length = format, num_sink_tokens, residual_length, max_length
-        self.latents, self.attention_budget, self.offload_pages = latents, attention_budget, offload_pages
+        self.attention_budget, self.offload_pages = attention_budget, offload_pages
         self.running = RunningStep()
         """The plan of the running step, which the layers of a cache share."""
         self.made_with, self.chosen = format, False
@@ -175,23 +178,28 @@ class CompressedLayer(CacheLayerMixin):
         if self.storage is None or any(map(differ, self.storage.residual, like)):
             self.storage = self.make_storage(like)
             if self.is_compileable:
-                prepare(codecs, dims, self.dtype, self.device, dims == self.latents)
+                self.prepare(dims)
         self.is_initialized = True
 
     def codecs(self, dims: tuple[int, int]) -> tuple[Codec, Codec]:
         """The codecs of keys and values of so many channels."""
-        value = self.format.value
-        if not dims[1]:  # latents without a rotated part
-            value = Identity().value
-        elif dims == self.latents and sum(x.nbytes() for x in value.buffers(dims[1]) if x.role == "codes") < 2 * dims[1]:
-            value = SymmetricInt8()
-        return self.format.key, value
+        return self.format.key, self.format.value
+
+    def prepare(self, dims: tuple[int, int]) -> None:
+        """Allocates what kernels for keys and values of so many channels keep, at fixed addresses."""
+        prepare(self.codecs(dims), dims, self.dtype, self.device)
 
     def make_storage(self, like: Pair) -> Storage:
         """Empty storage for keys and values of the shape, dtype and device of `like`, `[B, H, T, D]` each."""
         codecs = self.codecs((like[0].shape[3], like[1].shape[3]))
         zones = self.num_sink_tokens, self.residual_length
         return Storage(codecs, like, *zones, self.max_length, self.is_compileable, self.attention_budget, self.offload_pages)
+
+    def simulated(self, like: Pair, prompt: int, seq_length: int, query_heads: int) -> Storage:
+        """Storage of the size that it has after `seq_length` tokens, of which `prompt` came at once, for planning."""
+        storage = self.make_storage(like)
+        storage.simulate(prompt, seq_length, query_heads)
+        return storage
 
     @without_autocast("key_states", "value_states")
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> KeysAndValues:  # type: ignore[override]
@@ -276,7 +284,7 @@ class CompressedLayer(CacheLayerMixin):
         self.lazy_initialization(key_states, value_states)
         self.pending, self.empty = (key_states.detach(), value_states.detach()), False
         storage: Storage = self.storage  # type: ignore[assignment]
-        if storage.tokens.calibrated and (self.latents is not None or not compiles_step(storage.inputs)):
+        if storage.tokens.calibrated and not (self.compiles_ahead and compiles_step(storage.inputs)):
             self.commit()
         if self.prompt_columns:
             key_states, value_states = (F.pad(x, (0, 0, 0, self.prompt_columns - x.shape[2])) for x in (key_states, value_states))
@@ -287,6 +295,10 @@ class CompressedLayer(CacheLayerMixin):
         """Stores pending tokens. `is_valid`: the tokens that are not padding, bool `[B, T]`; None: all."""
         if self.pending is not None:
             self.store_pending(None, is_valid)
+
+    def end_prompt(self, is_valid: Tensor | None) -> None:
+        """Stores a prompt that no attention saw. `is_valid`: as of `commit`."""
+        self.commit(is_valid)
 
     @uncompiled("a layer with a pending prompt grows: nothing of it is compiled but attention")
     @torch.no_grad()
@@ -301,7 +313,7 @@ class CompressedLayer(CacheLayerMixin):
             if not storage.seq_length and self.choose_format(new[0], is_valid):
                 storage = self._renewed(new)
             storage.reserve(new[0].shape[2])
-            if attention is not None and self.latents is None and compiles_step(storage.inputs):
+            if attention is not None and self.compiles_ahead and compiles_step(storage.inputs):
                 self._compile_step(storage.inputs, attention)
             storage.append(new, is_valid=is_valid)
             if is_valid is not None and not storage.tokens.calibrated:  # the rows are those of all layers
@@ -541,7 +553,22 @@ class CompressedLayer(CacheLayerMixin):
             self.storage.sync_counts()
             self.storage.move(device, lambda x: x.to(device, non_blocking=True))
 
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raises NotImplementedError if `crop` would, before any layer is cropped."""
+
     # The interface of users.
+
+    def stored_length(self) -> int:
+        """Stored tokens, in the head that stores most."""
+        return self.get_seq_length()
+
+    def positions(self) -> Tensor:
+        """Positions of the tokens that are left. Raises ValueError for a layer that evicts nothing."""
+        raise ValueError("the layer evicts nothing")
+
+    def why_not_taken(self) -> str | None:
+        """The reason why the contents cannot be taken out (`snapshot.py`); None: they can."""
+        return None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every live tensor with its role: `codes`, `scales`, `exact` or `bookkeeping`."""

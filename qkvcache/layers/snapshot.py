@@ -5,7 +5,7 @@ Tokens of compressed and dense layers can be cut to any number of first tokens. 
 policy chose cannot: they return to the tokens at which a checkpoint of them was taken (`Snapshot.checkpoint`).
 
 Names of tensors: those of `LayerStorage.snapshot` for layers of this library; `keys` and `values` for dense layers; the names of attributes
-after `STATE` for the states of linear attention, in layers that have attention beside it too; those of `IndexedLayer.indexer`
+after `STATE` for the states of linear attention, in layers that have attention beside it too; those of a layer's `indexer`
 after `INDEXER`.
 """
 
@@ -33,22 +33,20 @@ from ..formats import Identity
 from ..formats.base import Codec, Codes
 from ..formats.outlying import Int8Keys
 from .compressed import CompressedLayer
-from .evicting import EvictingLayer
-from .hybrid import EvictingHybridLayer, HybridLayer
-from .indexed import POSITIONS, IndexedLayer
 
 Layer = Any
 """A layer of a transformers cache. Their classes have no base in common."""
 PLACEHOLDER = getattr(cache_utils, "DummyLayer", type(None))
 """The class, in newer releases of transformers, of layers that read another layer's keys and values."""
-KINDS = {
-    CompressedLayer: "compressed", EvictingLayer: "evicting", DynamicLayer: "dense", DynamicSlidingWindowLayer: "sliding",
-    LinearAttentionLayer: "linear", PLACEHOLDER: "empty",
-    HybridLayer: "compressed", EvictingHybridLayer: "evicting", LinearAttentionAndFullAttentionLayer: "dense",
-    LinearAttentionAndSlidingWindowAttentionLayer: "sliding", IndexedLayer: "compressed", DynamicIndexedLayer: "dense",
+STOCK = {
+    DynamicLayer: "dense", DynamicSlidingWindowLayer: "sliding", LinearAttentionLayer: "linear", PLACEHOLDER: "empty",
+    LinearAttentionAndFullAttentionLayer: "dense", LinearAttentionAndSlidingWindowAttentionLayer: "sliding", DynamicIndexedLayer: "dense",
 }  # fmt: skip
+"""The kinds of snapshots of transformers' layers."""
 STATE = "state."
 """The beginning of the names of states."""
+POSITIONS = "position_ids"
+"""The positions of all tokens, among an indexer's tensors."""
 INDEXER = "indexer."
 """The beginning of the names of an indexer's tensors, `[B, N, T, width]`."""
 INT8_KEYS = "int8_keys"
@@ -147,12 +145,17 @@ class Snapshot:
         return next((x.shape[2] for name, x in self.tensors.items() if name.startswith(f"key.{zone}")), 0)
 
 
+def kind_of(layer: Layer) -> str | None:
+    """The kind of the snapshots of `layer`; None: its contents cannot be taken out."""
+    return layer.snapshot_kind if isinstance(layer, CompressedLayer) else STOCK.get(type(layer))
+
+
 def snapshot(layer: Layer, tokens: int | None = None, row: int | None = 0) -> Snapshot:
     """Row `row` of `layer`, or all rows (None), as views of its tensors where possible; with `tokens`, only the first `tokens` tokens.
 
     Raises NotImplementedError, with the reason, for layers that cannot be copied or cut.
     """
-    kind = KINDS.get(type(layer))
+    kind = kind_of(layer)
     if kind is None:
         raise NotImplementedError(f"the contents of a {type(layer).__name__} cannot be taken out")
     if kind == "empty":
@@ -161,15 +164,10 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int | None = 0) -> Sn
     state = _state(layer, rows)
     if kind == "linear":  # it does not count tokens; other layers of the cache do
         return state
-    if isinstance(layer, EvictingLayer | IndexedLayer) and layer.is_compileable:
-        raise NotImplementedError(f"the contents of a preallocated {type(layer).__name__} cannot be taken out")
     if isinstance(layer, CompressedLayer):
         layer.commit()
-    if isinstance(layer, EvictingLayer):
-        if layer.step is not None:
-            raise NotImplementedError("a step of an evicting layer is running")
-        if layer.storage is not None and layer.storage.metadata.row_lengths is not None:
-            raise NotImplementedError("an evicting layer whose rows were padded")
+        if reason := layer.why_not_taken():
+            raise NotImplementedError(reason)
     seen = layer.get_seq_length()
     if not layer.is_initialized or not seen:
         return Snapshot("empty")
@@ -192,15 +190,20 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int | None = 0) -> Sn
 
 def checkpoint(layer: Layer) -> Snapshot | None:
     """`snapshot(layer).checkpoint`, as views, without a copy of tokens that can be cut."""
-    if KINDS.get(type(layer)) == "sliding":
+    if kind_of(layer) == "sliding":
         return snapshot(layer)
     return _state(layer, slice(1)) if isinstance(layer, LinearAttentionLayer) else None
 
 
+def has_indexer(layer: Layer) -> bool:
+    """Whether the layer stores the keys of an indexer."""
+    return hasattr(layer, "update_indexer")
+
+
 def _indexer(layer: Layer) -> Codes:
-    """`IndexedLayer.indexer`, and as much of a dense layer; empty for layers without an indexer."""
-    if isinstance(layer, IndexedLayer):
-        return layer.indexer
+    """The tensors of the layer's indexer; empty for layers without an indexer."""
+    if isinstance(layer, CompressedLayer):
+        return getattr(layer, "indexer", {})
     keys, ids = (getattr(layer, f"indexer_{name}", None) for name in ("keys", POSITIONS))
     found = {"codes": keys if keys is None else keys[:, None], POSITIONS: ids if ids is None else ids.transpose(0, 1)[..., None]}
     return {name: x for name, x in found.items() if x is not None}
@@ -218,9 +221,9 @@ def copy_tokens(into: Layer, layer: Layer, tokens: int | None = None, row: int |
     compressed."""
     rows = slice(None) if row is None else slice(row, row + 1)
     into.update(*(x[rows, :, :tokens] for x in (layer.dense() if isinstance(layer, CompressedLayer) else (layer.keys, layer.values))))
-    if not isinstance(into, IndexedLayer | DynamicIndexedLayer):
+    if not has_indexer(into):
         return
-    keys = layer.dense_indexer() if isinstance(layer, IndexedLayer) else layer.indexer_keys
+    keys = layer.dense_indexer() if hasattr(layer, "dense_indexer") else layer.indexer_keys
     if keys is not None:
         into.update_indexer(keys[rows, :tokens])
     if (ids := getattr(layer, "indexer_position_ids", None)) is not None:  # older releases have none
@@ -240,12 +243,12 @@ def restore(layer: Layer, stored: Snapshot, device: torch.device | str, own: Lay
     Layers of this library are copied to a GPU on a separate stream and waited for when they are read
     (`CompressedLayer.arrival`): a model computes its first layers meanwhile, and the host does not wait for copies when
     it reads results."""
-    kind, device = KINDS.get(type(layer)), torch.device(device)
+    kind, device = kind_of(layer), torch.device(device)
     if stored.kind == "empty":
         return
     if kind != stored.kind:
         between = DynamicIndexedLayer() if (stored.kind, kind) == ("dense", "compressed") else own
-        if between is None or KINDS.get(type(between)) != stored.kind:
+        if between is None or kind_of(between) != stored.kind:
             raise ValueError(f"a {stored.kind} snapshot cannot be put into a {type(layer).__name__}")
         restore(between, stored.attention, device)
         copy_tokens(layer, between)
@@ -278,9 +281,8 @@ def _restore_tokens(layer: Layer, stored: Snapshot, device: torch.device) -> Non
         layer.lazy_initialization(*(torch.empty((), dtype=x.dtype, device=device).expand(shape) for x, shape in shapes))
         layer.storage.restore(tensors, numbers)  # type: ignore[union-attr]
         layer.empty = False
-        if isinstance(layer, IndexedLayer):
-            layer.indexer = indexer
-            layer.indexer_empty = not layer.indexer_codes
+        if has_indexer(layer):
+            layer.restore_indexer(indexer)  # type: ignore[attr-defined]
         return
     layer.lazy_initialization(tensors["keys"], tensors["values"])
     layer.keys, layer.values = tensors["keys"], tensors["values"]
@@ -346,7 +348,7 @@ def _restore_states(layer: Layer, stored: Snapshot, device: torch.device) -> Non
 def check(layer: Layer, stored: Snapshot, seen: int, rows: int = 1) -> None:
     """Raises ValueError, LookupError or RuntimeError unless `restore` can put `stored` into `layer`, which is empty, as the first `seen`
     tokens of `rows` rows: names, dtypes, shapes and counts must be those of a snapshot of this layer."""
-    kind, own = stored.kind, KINDS.get(type(layer))
+    kind, own = stored.kind, kind_of(layer)
     if kind not in ("empty", own) and (kind, own) != ("dense", "compressed"):
         raise ValueError(f"a snapshot of kind {kind!r} for a {type(layer).__name__}")
     if not isinstance(stored.numbers, dict) or any(type(x) is not int or not 0 <= x < 2**31 for x in stored.numbers.values()):
@@ -357,8 +359,8 @@ def check(layer: Layer, stored: Snapshot, seen: int, rows: int = 1) -> None:
     tensors, numbers = stored.tensors.copy(), stored.numbers
     forms: Forms = {}
     counts: dict[str, int] = {}
-    if kind != "empty" and isinstance(layer, IndexedLayer | DynamicIndexedLayer):
-        codec = layer.indexer_codec if isinstance(layer, IndexedLayer) and kind == "compressed" else Identity().key
+    if kind != "empty" and has_indexer(layer):
+        codec = layer.indexer_codec if kind == "compressed" else Identity().key
         _check_forms(indexer := _take_indexer(tensors), _indexer_forms(codec, indexer, seen, rows))
     if kind in ("compressed", "evicting"):
         numbers = _take_format(layer, numbers)

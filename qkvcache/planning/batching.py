@@ -13,7 +13,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from ..formats import Format, FormatByLayer
-from ..policies import check_count
+from ..formats.base import check_count
 from .model import Shape, text_config
 
 PAGE_SIZE = 256

@@ -1,4 +1,7 @@
-"""The bytes of a cache, measured on storage of its final size on the meta device."""
+"""The bytes of a cache, measured on storage of its final size on the meta device.
+
+The code that allocates a cache is the arithmetic of its layout: what a step makes room for, how pages grow and are aligned, which tables a
+policy needs. Formulas beside it would have to follow each change of it, and planned bytes would no longer be held bytes by construction."""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from transformers.cache_utils import StaticLayer as StockStaticLayer
 
 from ..caches.memory import bytes_by_role
 from ..layers.compressed import CompressedLayer
-from ..storage import EvictingStorage
 from .model import Shape
 
 
@@ -48,12 +50,7 @@ def _layer_bytes(layer: object, shape: Shape, dtype: torch.dtype, seq_length: in
     if isinstance(layer, CompressedLayer):
         dims = shape.head_dim, shape.value_dim
         like: Any = tuple(torch.empty(rows, shape.heads, 0, dim, dtype=dtype, device="meta") for dim in dims)
-        storage = layer.make_storage(like)
-        if isinstance(storage, EvictingStorage) and layer.is_compileable:
-            storage.metadata.simulate(like, shape.query_heads)
-            storage.to_static()
-        else:
-            storage.simulate(prompt, seq_length, shape.query_heads)
+        storage = layer.simulated(like, prompt, seq_length, shape.query_heads)
         return bytes_by_role(storage.tensors()), storage.tokens.pool.nbytes if layer.offload_pages else 0
     token = rows * shape.heads * (shape.head_dim + shape.value_dim) * dtype.itemsize
     exact = 0

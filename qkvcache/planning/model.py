@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from ..attention.latents import absorb, channels, has_latents
-from ..caches.base import head_dim_of
+from ..attention.model_code import channels_of_latents, has_latents
+from ..layers.kinds import head_dim_of
 
 GROWING = {"full_attention", "sliding_attention", "chunked_attention", "reference_sliding_attention"}
 STATES = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"}
@@ -44,7 +44,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
             "context; measure cache.nbytes"
         )
     text = config.get_text_config(decoder=True)
-    if has_latents(text) and (getattr(text, "index_head_dim", None) or not absorb(text)):
+    if has_latents(text) and (getattr(text, "index_head_dim", None) or not _keeps_latents(text)):
         raise NotImplementedError(
             f"planning for {text.model_type}: its latent attention (MLA) caches the keys of an indexer too, or expands latents before it "
             "caches them in this release of transformers; measure cache.nbytes"
@@ -53,6 +53,13 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
         kinds = ", ".join(sorted(unknown))
         raise NotImplementedError(f"planning for {text.model_type}: what {kinds} layers store is unknown; measure cache.nbytes")
     return text
+
+
+def _keeps_latents(text: PreTrainedConfig) -> bool:
+    """Whether the model caches latents, and not what they expand to."""
+    from ..latents.attention import absorb
+
+    return absorb(text)
 
 
 def shapes(config: PreTrainedConfig, itemsize: int, tensor_parallel: int = 1) -> list[Shape]:
@@ -120,7 +127,7 @@ def has_biased_keys(config: PreTrainedConfig) -> bool:
 
 
 def _shape(config: PreTrainedConfig, itemsize: int, tensor_parallel: int) -> Shape:
-    heads, head_dim, latents = _kv_heads(config), head_dim_of(config), channels(config)
+    heads, head_dim, latents = _kv_heads(config), head_dim_of(config), channels_of_latents(config)
     if latents:  # each GPU holds all of them
         return Shape(1, config.num_attention_heads // tensor_parallel, *latents, 0)
     if not isinstance(heads, int) or head_dim is None:

@@ -19,13 +19,13 @@ from transformers.cache_utils import Cache
 
 from .. import formats
 from ..caches import CompressedCache
-from ..caches.arguments import layer_indices
+from ..caches.arguments import PolicyLike, layer_indices
 from ..caches.memory import Bytes
 from ..caches.reread import limit_of
 from ..formats import FormatLike, Identity
+from ..formats.base import check_count
 from ..formats.outlying import Int8Keys
 from ..layers.compressed import CompressedLayer
-from ..policies import Policy, check_count
 from .batching import BatchingPlan, Mix, check_mix, plan_batching
 from .layout import cache_bytes
 from .model import Shape, activation_bytes, has_biased_keys, has_unknown_states, model_dtype, shapes, text_config, weights_bytes
@@ -161,7 +161,7 @@ def plan(
     config: PreTrainedConfig,
     *,
     format: FormatLike | None = None,
-    policy: str | Policy | None = None,
+    policy: str | PolicyLike | None = None,
     context: int | None = None,
     prompt: int | None = None,
     batch: int = 1,
@@ -328,7 +328,7 @@ def plan_all(
     config: PreTrainedConfig,
     names: Iterable[str] | None = None,
     *,
-    policy: str | Policy | None = None,
+    policy: str | PolicyLike | None = None,
     context: int | None = None,
     **options,
 ) -> list[Plan]:
@@ -368,7 +368,7 @@ def _free(gpu_memory: float, weights_memory: float, gpus: int) -> float:
     return free
 
 
-def _describe(policy: Policy) -> str:
+def _describe(policy: Any) -> str:
     """The policy in words, with its mean budget over layers."""
     budgets = policy.budgets
     tokens, share = round(sum(b.tokens for b in budgets) / len(budgets)), sum(b.share for b in budgets) / len(budgets)

@@ -15,8 +15,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..caches import CompressedCache
-from ..formats.base import check_option
-from ..policies import KVzip, Policy, SinkWindow, SnapKV, check_count
+from ..formats.base import check_count, check_option
 from .model import model_dtype, text_config, weights_bytes
 from .plan import Plan, in_words, plan
 
@@ -29,6 +28,12 @@ MEASURED = "SmolLM2-135M"
 WORKLOADS = ("facts", "question", "continue")
 
 
+def _policies() -> Any:
+    from ..evict import policies  # a room, which may not be there
+
+    return policies
+
+
 @dataclass(frozen=True)
 class Choice:
     """A cache, as the call that makes it, and the reason for it."""
@@ -36,7 +41,11 @@ class Choice:
     call: str
     why: str
     format: str | None = None
-    policy: Policy | None = None
+    make_policy: Callable[[], Any] | None = None
+
+    @property
+    def policy(self) -> Any:
+        return self.make_policy and self.make_policy()
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,7 @@ STREAM = Choice(
     "SinkCache(config, window_length=1020, num_sink_tokens=4)",
     "sinks and a window take constant memory, and perplexity stays flat over 200,000 tokens when sinks are read at positions of the cache; "
     "what left the window is gone",
-    policy=SinkWindow(window_length=1020, num_sink_tokens=4, positions="cache"),
+    make_policy=lambda: _policies().SinkWindow(window_length=1020, num_sink_tokens=4, positions="cache"),
 )
 
 
@@ -110,7 +119,7 @@ KVZIP = Choice(
     f"in 4 bits a quarter of the tokens recall 92 % of what all tokens uncompressed recall (on {MEASURED}); `cache.compress(model, ids, "
     "tokenizer=tokenizer)` reads the context twice and holds it uncompressed until then, so fill one cache after another",
     "turboquant_4bit_nc",
-    KVzip(budget=0.25),
+    lambda: _policies().KVzip(budget=0.25),
 )
 """Tokens that the model does not need to repeat the context are evicted: with equal budgets of all heads, no policy that
 reads the context once retains facts."""
@@ -124,7 +133,7 @@ def snapkv(context: int) -> Choice:
         f"to go on with a text, 4 bits and half of the tokens stay close (KL .008 on {MEASURED}); of the facts that all tokens "
         "uncompressed recall, less than half are left if they are asked for later, and seven of ten if the prompt ends with the question",
         "turboquant_4bit_nc",
-        SnapKV(budget=budget),
+        lambda: _policies().SnapKV(budget=budget),
     )
 
 

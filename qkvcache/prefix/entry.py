@@ -19,19 +19,14 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
-    DynamicIndexedLayer,
-    DynamicLayer,
-    LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
 )
 
 from ..caches import CompressedCache
 from ..caches.steps import Steps
 from ..layers.compressed import CompressedLayer
-from ..layers.evicting import EvictingLayer
-from ..layers.hybrid import HybridLayer
-from ..layers.indexed import IndexedLayer
-from ..layers.snapshot import KINDS, Layer, Snapshot, check, check_checkpoint, checkpoint, copy_tokens, restore, snapshot
+from ..layers.kinds import stock_of
+from ..layers.snapshot import Layer, Snapshot, check, check_checkpoint, checkpoint, copy_tokens, kind_of, restore, snapshot
 from . import match
 from .host_memory import on_host
 
@@ -65,7 +60,7 @@ class CacheTemplate:
         self._layers = [_emptied(layer) if isinstance(layer, CompressedLayer) else None for layer in cache.layers]
         self.text = "; ".join(dict.fromkeys(map(_in_short, cache.layers)))
         self.name = hashlib.blake2b("\n".join(map(_describe, cache.layers)).encode(), digest_size=16).digest()
-        self.evicts = any(isinstance(layer, EvictingLayer) for layer in cache.layers)
+        self.evicts = any(kind_of(layer) == "evicting" for layer in cache.layers)
         self.cuttable = all(_cuttable(layer) for layer in cache.layers)
 
     def __len__(self) -> int:
@@ -107,14 +102,12 @@ class CacheTemplate:
 
 def _cuttable(layer: Layer) -> bool:
     """Whether it can be cut to any number of first tokens."""
-    return KINDS.get(type(layer)) in ("compressed", "dense", "empty") and not isinstance(layer, LinearAttentionLayer)
+    return kind_of(layer) in ("compressed", "dense", "empty") and not isinstance(layer, LinearAttentionLayer)
 
 
 def _in_place_of(layer: Layer, stock: Layer) -> bool:
     """Whether `layer` is this library's for a layer of transformers."""
-    kinds = {HybridLayer: LinearAttentionAndFullAttentionLayer, IndexedLayer: DynamicIndexedLayer}
-    expected = next((of for kind, of in kinds.items() if isinstance(layer, kind)), DynamicLayer)
-    return isinstance(layer, CompressedLayer) and type(stock) is expected
+    return isinstance(layer, CompressedLayer) and type(stock) in stock_of(type(layer)) and not getattr(stock, "is_compileable", False)
 
 
 def _emptied(layer: CompressedLayer) -> CompressedLayer:
@@ -130,7 +123,8 @@ def _describe(layer: Layer) -> str:
         return f"{type(layer).__name__} {getattr(layer, 'sliding_window', '')}".strip()
     format = layer.made_with
     text = f"{format.name} ({type(format).__module__}.{format!r}), exact {layer.num_sink_tokens} + {layer.residual_length}"
-    return f"{text}, {layer.policy!r}, {layer.budget!r}, {layer.rope is not None}" if isinstance(layer, EvictingLayer) else text
+    policy = getattr(layer, "policy", None)
+    return text if policy is None else f"{text}, {policy!r}, {layer.budget!r}, {layer.rope is not None}"  # type: ignore[attr-defined]
 
 
 def _in_short(layer: Layer) -> str:
@@ -138,7 +132,7 @@ def _in_short(layer: Layer) -> str:
     if not isinstance(layer, CompressedLayer):
         return type(layer).__name__
     name = layer.made_with.name
-    words = [name, type(layer.policy).__name__] if isinstance(layer, EvictingLayer) else [name]
+    words = [name, type(layer.policy).__name__] if kind_of(layer) == "evicting" else [name]  # type: ignore[attr-defined]
     zones = layer.num_sink_tokens, layer.residual_length
     if zones != (4, 64) and name != "identity":  # which is exact everywhere
         words.append("exact {} + {}".format(*zones))
@@ -239,7 +233,7 @@ def _snapshot_as(into: Layer, layer: Layer, tokens: int, row: int, quantize: boo
     """A snapshot of the first `tokens` tokens of row `row` of `layer`, in the form in which `into`, an empty layer,
     stores them."""
     quantizes = isinstance(into, CompressedLayer) and _in_place_of(into, layer)
-    if quantizes and isinstance(into, EvictingLayer):
+    if quantizes and kind_of(into) == "evicting":
         raise NotImplementedError("a DynamicCache cannot be stored as a cache that evicts: evictions depend on its attention")
     if not quantizes and type(layer) is not type(into):
         raise NotImplementedError(

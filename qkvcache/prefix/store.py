@@ -27,8 +27,8 @@ from transformers.cache_utils import Cache
 from ..attention.continued import check_continues, remember
 from ..caches import CompressedCache
 from ..formats import FormatLike
+from ..formats.base import check_count
 from ..layers.snapshot import Snapshot
-from ..policies import check_count
 from . import match
 from .disk import Damaged, DiskStore, file_name, read_checkpoints
 from .entry import CacheTemplate, Checkpoints, Entry, MemoryStore, TooLarge, batch_size, snapshot_cache, take_checkpoint, thinned

@@ -41,7 +41,6 @@ from ..kernels import (
     launch_of_step,
 )
 from ..kernels.pages import COLUMNS, CONTROL, DROPPED, LENGTH, RING_ROW, ROOM, SINK_ROW, SINKS, TOKENS, block_of
-from .head_pages import HeadPages
 from .paged import GROUP, PAGE, SIDES, RowPages
 from .pool import selected
 from .tail import in_order
@@ -75,7 +74,8 @@ class LayerStorage:
     """Tokens of a compiled step that `seq_length` does not include yet."""
     counts_stale: bool
     """Whether compiled code ran since the host last read the counts: it may have run more than once."""
-    tokens: RowPages | HeadPages
+    tokens: Any
+    """`RowPages`, or the pages of a room."""
     num_sink_tokens: int
     sinks: Pair
     residual: Pair
@@ -566,16 +566,14 @@ def attention_inputs_of(
 
 
 def sides_of(
-    sinks: Pair, tokens: RowPages | HeadPages, residual: Pair, counts: tuple[int, int, int] | None = None, start: int = 0
+    sinks: Pair, tokens: Any, residual: Pair, counts: tuple[int, int, int] | None = None, start: int = 0
 ) -> tuple[KeysOrValues, KeysOrValues]:
     """The keys and the values of `sinks`, the tokens in `tokens`, and `residual`, in this order. `counts`: of the three, the residual being
     a ring whose oldest token is in slot `start % R`; None: all that are there now, and a residual in token order."""
     return both(lambda side: _side_of(sinks[side], tokens, residual[side], side, counts, start), (0, 1))
 
 
-def _side_of(
-    first: Tensor, tokens: RowPages | HeadPages, last: Tensor, side: int, counts: tuple[int, int, int] | None, start: int
-) -> KeysOrValues:
+def _side_of(first: Tensor, tokens: Any, last: Tensor, side: int, counts: tuple[int, int, int] | None, start: int) -> KeysOrValues:
     sinks, stored, recent = counts or (first.shape[2], tokens.length, last.shape[2])
 
     def build() -> tuple[Segment, ...]:

@@ -14,8 +14,8 @@ from qkvcache.caches import arguments
 from qkvcache.formats import TurboQuant
 from qkvcache.kernels.pages import BLOCK
 from qkvcache.releases import passing
-from tests.caches.test_attention_budget import BUDGET, ZONE, read_few
 from tests.matrix import FORMATS, model, slowly
+from tests.select.test_attention_budget import BUDGET, ZONE, read_few
 
 from .requests import LENGTHS, NEW, ZONES, answers, assert_same, greedy, llama, pool, prompts, serving, single
 

@@ -67,9 +67,6 @@ def test_a_policy_with_a_budget_of_tokens_needs_no_max_length(policy):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"format": "int8", "offloading": True}, "offloading=True with compile=True"),
-        ({"policy": policies.KeyDiff(budget=0.5)}, "with compile=True: a share has no fixed size"),
-        ({"policy": policies.SinkWindow(window_length=30, positions="cache")}, "positions='cache' with compile=True"),
         ({"policy": policies.KeyDiff(budget=40), "skip_layers": (0,)}, "they store max_length tokens"),
     ],
 )

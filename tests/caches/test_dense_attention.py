@@ -92,18 +92,6 @@ def test_flash_attention_sees_no_empty_column():
             registry._global_mapping.pop("flash_in_torch")
 
 
-@pytest.mark.parametrize("options", [{"max_length": 60}, {"compile": True}], ids=["preallocated", "growing"])
-@pytest.mark.parametrize("name", ["cpmant", "inkling_text", "inkling2_loop_text"])
-def test_masks_of_tokens_seen_are_refused(name, options):
-    with pytest.raises(NotImplementedError, match=f"{next(iter(options))}.* on {name}, whose masks are of the tokens seen"):
-        CompressedCache(config_of(name), format="int8", **options)
-
-
-def test_loops_that_read_the_keys_of_the_last_one_are_refused():
-    with pytest.raises(NotImplementedError, match="dory with recurrent_kv_cache_mode='last_loop'.*use 'per_loop'"):
-        CompressedCache(config_of("dory", recurrent_kv_cache_mode="last_loop"), format="int8")
-
-
 @pytest.mark.parametrize("name", ["gptj", "codegen"])
 def test_policies_see_what_goes_through_the_interface(name):
     """The attention of both is in code of its own before transformers 5.24."""

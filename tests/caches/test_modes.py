@@ -20,7 +20,8 @@ from qkvcache import CompressedCache, TurboQuantCache, policies
 from qkvcache.formats.rotation import hadamard_matrix, random_signs
 from qkvcache.releases import passing
 from tests import matrix
-from tests.matrix import COVER, FORMATS, POLICIES, SHARED
+from tests.evict.matrix import POLICIES, SHARED
+from tests.matrix import COVER, FORMATS
 from tests.reference import prompt
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

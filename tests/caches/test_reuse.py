@@ -9,7 +9,8 @@ import torch
 
 from qkvcache import CompressedCache, attach
 from qkvcache.releases import CACHE_ARGUMENT, passing
-from tests.matrix import POLICIES, covering, model
+from tests.evict.matrix import POLICIES
+from tests.matrix import covering, model
 
 KINDS = {
     "growing": {"format": "int8", "residual_length": 8},

@@ -5,7 +5,8 @@ import torch
 
 from qkvcache import CompressedCache
 from qkvcache.releases import passing
-from tests.matrix import POLICIES, model
+from tests.evict.matrix import POLICIES
+from tests.matrix import model
 
 KINDS = {
     "growing": {},

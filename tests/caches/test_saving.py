@@ -15,7 +15,8 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from qkvcache import CompressedCache, TurboQuantCache, formats, policies
 from qkvcache.releases import passing
-from tests.matrix import POLICIES, covering, model
+from tests.evict.matrix import POLICIES
+from tests.matrix import covering, model
 
 ZONES = {"num_sink_tokens": 2, "residual_length": 8}
 KINDS = {

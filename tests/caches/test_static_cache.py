@@ -5,7 +5,6 @@ import functools
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
 
 from qkvcache import CompressedCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, policies
@@ -13,7 +12,7 @@ from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.releases import passing
 from tests import matrix
 from tests.matrix import COVER, FORMATS, THREE, UNSUPPORTED, covering, model, slowly
-from tests.reference import MODES, NEW, ZONES, Mode, assert_close, count_decoded_layers, forward, prompt, run, steps
+from tests.reference import MODES, NEW, ZONES, Mode, assert_close, count_decoded_layers, decoded, forward, prompt, run, steps
 from tests.tolerance import of_model
 
 NAMES = ("llama", "qwen3", "gemma3", "gemma2", "gpt_oss", "phi3")
@@ -32,21 +31,6 @@ CACHES = {
 
 def make(network, format: str = FOUR_BIT, length: int = 40 + NEW, **options) -> CompressedCache:
     return CompressedCache(network.config, format=FORMATS[format], max_length=length, **ZONE | options)
-
-
-class DenseStatic(CompressedLayer):
-    """The same layer, which hands attention its codes decoded, in the columns of the mask."""
-
-    def update(self, *args, **kwargs):
-        return tuple(x if isinstance(x, Tensor) else x.dense() for x in super().update(*args, **kwargs))
-
-
-def decoded(cache):
-    cache = copy.deepcopy(cache)
-    for layer in getattr(cache, "self_attention_cache", cache).layers:
-        if type(layer) is CompressedLayer:
-            layer.__class__ = DenseStatic
-    return cache
 
 
 def snapshot(cache) -> list:
@@ -170,7 +154,6 @@ def test_what_generate_looks_at():
         ({"max_length": 0}, ValueError, "max_length=0"),
         ({"max_length": 3.5}, TypeError, "max_length"),
         ({"max_length": True}, TypeError, "max_length"),
-        ({"max_length": 60, "offloading": True}, NotImplementedError, "offloading=True with max_length"),
     ],
 )
 def test_constructors_refuse(options, error, says):

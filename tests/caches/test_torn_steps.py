@@ -9,7 +9,8 @@ from transformers import CONFIG_MAPPING, DynamicCache
 
 from qkvcache import CompressedCache
 from qkvcache.releases import passing
-from tests.matrix import POLICIES, covering, model
+from tests.evict.matrix import POLICIES
+from tests.matrix import covering, model
 from tests.reference import assert_close
 from tests.tolerance import of_model
 

@@ -8,16 +8,7 @@ from workload import sixteen_bit
 
 from qkvcache import CompressedCache, demo
 from qkvcache.evaluation.quality import prefill
-from qkvcache.policies import (
-    H2O,
-    TOVA,
-    ExpectedAttention,
-    KeyDiff,
-    KVzip,
-    Random,
-    SinkWindow,
-    SnapKV,
-)
+from qkvcache.policies import H2O, TOVA, ExpectedAttention, KeyDiff, KVzip, Random, SinkWindow, SnapKV
 from qkvcache.releases import passing
 from tests.matrix import model as tiny
 from tests.matrix import slowly

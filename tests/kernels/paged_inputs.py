@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from qkvcache.evict.head_pages import HeadPages
 from qkvcache.formats import Format
 from qkvcache.kernels import AttentionInputs, PagedInputs, Pages
 from qkvcache.kernels import pages as reference
-from qkvcache.storage import HeadPages
 from qkvcache.storage.storage import sides_of
 from tests.codes import planes_of
 

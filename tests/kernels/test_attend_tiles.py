@@ -11,7 +11,7 @@ from qkvcache.attention import route
 from qkvcache.formats.int4 import Int4
 from qkvcache.kernels import AttentionBudget, attend, attends_in_tiles
 from qkvcache.kernels.attend.reference import attend_pages as attend_in_torch
-from qkvcache.kernels.select_blocks import select_blocks
+from qkvcache.select.select_blocks import select_blocks
 from tests.matrix import FORMATS, slowly
 from tests.matrix import FORMATS as REGISTRY
 

@@ -231,5 +231,5 @@ def test_what_a_first_prompt_needs_is_loaded_ahead(monkeypatch):
     monkeypatch.setattr(triton_cache, "triton_key", lambda: sleep(0.02) or hashed.append(1))
     for _ in range(2):
         dispatch.load_ahead()
-    dispatch._module.cache_clear()
-    assert dispatch._module("attend.plan").Plan and len(dispatch._LOADING) == 2 and hashed == [1]
+    dispatch.module.cache_clear()
+    assert dispatch.module("attend.plan").Plan and len(dispatch._LOADING) == 2 and hashed == [1]

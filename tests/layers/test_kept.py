@@ -61,7 +61,7 @@ def test_what_is_kept_is_made_before_the_first_step(format, kernels, monkeypatch
             "attend.launches.architecture",
             "attend.plan._kind",
             "store.triton_store._launcher",
-            "host.dispatch._module",
+            "host.dispatch.module",
             "store.triton_dequantize.tile",
             "store.triton_dequantize.supports",
         )

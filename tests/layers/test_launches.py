@@ -17,13 +17,13 @@ from triton.runtime.interpreter import GridExecutor
 import qkvcache
 from qkvcache import CompressedCache
 from qkvcache.attention.route import MAX_FUSED_ROWS, route
+from qkvcache.evict.layer import EvictingLayer
 from qkvcache.kernels.attend import chunked as attend_chunked
 from qkvcache.kernels.attend import launches as fused
 from qkvcache.kernels.host import dispatch, launch
 from qkvcache.kernels.host.launch import Launcher
 from qkvcache.kernels.host.tables import tables
 from qkvcache.layers.compressed import CompressedLayer
-from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.policies import H2O, TOVA, AdaKV, KeyDiff, Policy, SnapKV
 from qkvcache.releases import passing
 from qkvcache.storage import GROUP

@@ -6,12 +6,13 @@ import transformers as hf
 
 from qkvcache import CompressedCache, policies
 from qkvcache.caches.memory import bytes_by_role
-from qkvcache.layers.evicting import EvictingLayer
+from qkvcache.evict.layer import EvictingLayer
 from qkvcache.planning import plan
 from qkvcache.planning.model import shapes
 from qkvcache.releases import passing
 from qkvcache.storage import growth
-from tests.matrix import COVER, FORMATS, MODELS, POLICIES, SHARED, THREE, by_layer, covering, model, slowly
+from tests.evict.matrix import POLICIES, SHARED
+from tests.matrix import COVER, FORMATS, MODELS, THREE, by_layer, covering, model, slowly
 
 MODEL_NAMES = ("llama", "gemma3", "phi3", "qwen3")
 SHARES = {
@@ -153,7 +154,7 @@ def test_heads_that_share_a_budget_hold_at_most_what_is_planned(interval):
     config, budget, full = MODELS["llama"](), 1400, 0
     options = {"format": "int8", "num_sink_tokens": 0, "residual_length": 0}
     options["policy"] = policies.AdaKV(policies.H2O(budget=budget, recent=0, num_sink_tokens=0, interval=interval), 0.1)
-    layer = CompressedCache(config, **options)._new_layer()
+    layer = CompressedCache(config, **options)._maker.new()
     for seen in range(1280, 1700):
         new = torch.rand(1, 2, 1280 if seen == 1280 else 1, 32)
         layer.update(new, new)
@@ -189,7 +190,7 @@ def test_budgets_by_head_are_planned_exactly(budget):
     config, prompt = MODELS["llama"](), 70 if not budget.share else 1100
     policy = policies.SnapKV(budget=budget, interval=1, window_size=4, recent=3)
     options = {"format": "int8", "policy": policy, "num_sink_tokens": 2, "residual_length": 3}
-    layer = CompressedCache(config, **options)._new_layer()
+    layer = CompressedCache(config, **options)._maker.new()
     for seen in range(prompt, prompt + 220):
         new = torch.rand(1, 2, prompt if seen == prompt else 1, 32)
         layer.update(new, new)

@@ -8,11 +8,12 @@ from families_models import build
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, PrefixStore, policies
+from qkvcache.evict.layer import EvictingLayer
 from qkvcache.layers.compressed import CompressedLayer
-from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.layers.snapshot import _copies_to
 from qkvcache.releases import passing
-from tests.matrix import MODELS, POLICIES, SHARED, UNSUPPORTED, covering, model, slowly
+from tests.evict.matrix import POLICIES, SHARED
+from tests.matrix import MODELS, UNSUPPORTED, covering, model, slowly
 from tests.prefix.made import held
 from tests.reference import assert_close
 from tests.seeds import SEED

@@ -20,16 +20,11 @@ import torch
 from torch import Tensor
 
 from ...formats.base import Codec
-from .. import attend_latents as latents
-from .. import evict as evicting
-from .. import fetch_blocks as fetching
+from ...rooms import registered
 from .. import pages as paged
-from .. import rotate as rotating
-from .. import select_blocks as selecting
 from .. import sum_attention as reference
 from ..attend.reference import OPTIONS, Options, attend_observed
 from ..attend.reference import attend_pages as attend_pages_in_torch
-from ..evict import StaticTensors
 from ..pages import AttentionInputs, PagedInputs, Pages, Splits
 from ..segments import Exact, KeysOrValues, Packed, Pair, layout_of
 from .handles import ORDER
@@ -56,8 +51,8 @@ def on_triton(device: torch.device) -> bool:
 
 
 @functools.cache
-def _module(name: str) -> ModuleType:
-    """A module of kernels, imported on first use: it needs Triton."""
+def module(name: str) -> ModuleType:
+    """A module of kernels, imported on first use: it needs Triton. `name`: within `kernels`; after a dot, within the package."""
     for thread in _LOADING:
         if thread is not threading.current_thread():
             thread.join()
@@ -65,6 +60,12 @@ def _module(name: str) -> ModuleType:
 
 
 _LOADING: list[threading.Thread] = []
+
+
+@functools.cache
+def room(name: str) -> Any:
+    """The module with the functions that the core calls where inputs are those of a room."""
+    return dict(registered("KERNELS"))[name]
 
 
 def load_ahead() -> None:
@@ -92,19 +93,16 @@ def _warn_once(message: str) -> None:
 
 
 @functools.lru_cache(maxsize=32)
-def prepare(codecs: tuple[Codec, Codec], dims: tuple[int, int], dtype: torch.dtype, device: torch.device, latents: bool = False) -> None:
-    """Allocates the tensors that are cached for these codecs and for keys and values `[B, H, T, dim]` of `dtype`: `tables.py` says why.
-    `latents`: keys are latents."""
+def prepare(codecs: tuple[Codec, Codec], dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    """Allocates the tensors that are cached for these codecs and for keys and values `[B, H, T, dim]` of `dtype`: `tables.py` says why."""
     if on_triton(device):
-        _module("host.tables").tables(codecs, *dims, device)
-        if latents:
-            _module("triton_attend_latents").prepare(codecs, dims, dtype, device)
+        module("host.tables").tables(codecs, *dims, device)
     for codec, dim in zip(codecs, dims, strict=True):
         token = torch.zeros(1, 1, 1, dim, dtype=dtype, device=device)
         statistics = codec.calibrate(token)
         codec.dequantize(codec.quantize(token, statistics) | statistics, dim)  # the torch operations cache constants, too
         if on_triton(device) and (layout := layout_of(codec)):
-            table_of = _module("store.triton_dequantize").table_of
+            table_of = module("store.triton_dequantize").table_of
             table_of(layout, token)
             table_of(layout, token.bfloat16())  # for dequantizing
 
@@ -126,20 +124,20 @@ def compile_step(inputs: PagedInputs, query: Tensor, mask: Tensor | None, **opti
     """Begins to compile, in other threads, what a step of one token launches: storing it, and attention of `query`, `[B, Hq, 1, D]`, under
     `mask` to `inputs`. Does so once for layers that are alike."""
     _STEPS.add(_kind_of_step(inputs))
-    if not _module("attend.launches").supports(inputs, query):
+    if not module("attend.launches").supports(inputs, query):
         return
     key, value = (x[:, :, :1] for x in inputs.ring)
-    with _module("host.launch").compiling_ahead():
+    with module("host.launch").compiling_ahead():
         if launch := launch_of_step(inputs, (key, value)):
             launch((key, value))
-        _module("attend.plan").attend_pages(query, inputs, mask, **options)
+        module("attend.plan").attend_pages(query, inputs, mask, **options)
 
 
-def fuses(module: str, inputs: PagedInputs, query: Tensor, *others: Any) -> bool:
-    """Whether the fused kernel in `module` attends to these inputs. Warns once if kernels are on and it cannot."""
+def fuses(kernels: str, inputs: PagedInputs, query: Tensor, *others: Any) -> bool:
+    """Whether the fused kernel in `kernels`, a name for `module`, attends to these inputs. Warns once if kernels are on and it cannot."""
     if not on_triton(query.device):
         return False
-    supported = _module(module).supports(inputs, query, *others)
+    supported = module(kernels).supports(inputs, query, *others)
     if not supported:
         _warn_once(_NO_KERNEL.format(query.shape[3], query.dtype))
     return supported
@@ -151,7 +149,7 @@ def attends_in_tiles(query: Tensor, attention_inputs: AttentionInputs, mask: Ten
     inputs = attention_inputs.paged
     if inputs is None or inputs.pages.index or torch.compiler.is_compiling() or not on_triton(query.device):
         return False
-    fused = _module("attend.launches")
+    fused = module("attend.launches")
     return fused.supports(inputs, query) and fused.tiled(query, inputs, mask, {"causal": True}) is not None
 
 
@@ -166,7 +164,7 @@ def plan_on_codes(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor
     inputs = attention_inputs.paged
     if inputs is None or attention_inputs.by_head or inputs.selects(query) or not fuses("attend.launches", inputs, query):
         return None
-    return _module("attend.plan").plan_pages(query, inputs, mask, **options)
+    return module("attend.plan").plan_pages(query, inputs, mask, **options)
 
 
 def observe_on_codes(
@@ -211,50 +209,10 @@ def _attend_pages(
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attend_pages` in eager code, over the blocks that are chosen, if the inputs have a budget. `keys`: as of `select_blocks`."""
-    attend = _module("attend.plan").attend_pages if by_kernel else attend_pages_in_torch
+    attend = module("attend.plan").attend_pages if by_kernel else attend_pages_in_torch
     if options.get("observed") is not None or not inputs.selects(query):
         return attend(query, inputs, mask, **options)
-    choose = _module("triton_select_blocks").select_blocks if by_kernel else functools.partial(selecting.select_blocks, keys=keys)
-    parts = []
-    for few, read, shown in selecting.groups(query, inputs, mask, options.get("causal", False)):
-        selection = choose(few, read, shown, **options)
-        if read.cache is None:
-            read = read.twin(selection=selection)
-        else:
-            read = (_module("triton_fetch_blocks") if by_kernel else fetching).fetch_blocks(read, selection)
-        parts.append(attend(few, read, shown, **options))
-    if len(parts) == 1:
-        return parts[0]
-    outs, lse, (sums, *_) = zip(*parts, strict=True)
-    return torch.cat([out.transpose(1, 2) for out in outs], dim=1).transpose(1, 2), torch.cat(lse, dim=2), sums
-
-
-def attend_latents(
-    query: Tensor,
-    attention_inputs: AttentionInputs,
-    mask: Tensor | None = None,
-    *,
-    scaling: float,
-    causal: bool = False,
-    chosen: int | None = None,
-) -> Tensor:
-    """`attend_latents.attend_latents`, by the fused kernel where there is one, which reads at most `chosen` tokens for each query."""
-    inputs = attention_inputs.paged
-    if torch.compiler.is_compiling() and attention_inputs.compiled:
-        rank = attention_inputs.key.shape[3]
-        return torch.ops.qkvcache.attend_latents(query, inputs.handle, ORDER[query.device], rank, mask, scaling, causal, chosen)
-    if inputs is not None and fuses("triton_attend_latents", inputs, query, mask, causal, chosen):
-        return _module("triton_attend_latents").attend_latent_pages(query, inputs, mask, scaling=scaling, causal=causal, chosen=chosen)
-    return latents.attend_latents(query, attention_inputs, mask, scaling=scaling, causal=causal)
-
-
-def attend_latent_pages(
-    query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, *, scaling: float, causal: bool = False, chosen: int | None = None
-) -> Tensor:
-    """`attend_latents.attend_latent_pages`, by the fused kernel where there is one."""
-    if fuses("triton_attend_latents", inputs, query, mask, causal, chosen):
-        return _module("triton_attend_latents").attend_latent_pages(query, inputs, mask, scaling=scaling, causal=causal, chosen=chosen)
-    return latents.attend_latent_pages(query, inputs, mask, scaling=scaling, causal=causal)
+    return room("select").attend_pages(attend, by_kernel, query, inputs, mask, keys, **options)
 
 
 def split_rows(lengths: Tensor, max_length: int, heads: int, shares: Tensor | None = None) -> Splits | None:
@@ -262,17 +220,17 @@ def split_rows(lengths: Tensor, max_length: int, heads: int, shares: Tensor | No
     where the torch reference attends. `shares`: as of `Splits.of`."""
     if not on_triton(lengths.device):
         return None
-    return Splits.of(lengths, max_length, max(_module("attend.launches").programs_of(lengths.device) // heads, 1), shares)
+    return Splits.of(lengths, max_length, max(module("attend.launches").programs_of(lengths.device) // heads, 1), shares)
 
 
 def reads_together(groups: int, head_dim: int, device: torch.device) -> bool:
     """Whether kernels read what rows of a batch share once for `TOGETHER` of them, with `groups` query heads of a KV head."""
-    return on_triton(device) and head_dim <= 128 and groups * paged.TOGETHER <= _module("attend.launches").OF_SHARED.rows
+    return on_triton(device) and head_dim <= 128 and groups * paged.TOGETHER <= module("attend.launches").OF_SHARED.rows
 
 
-def _serve(module: str, codecs: tuple[Codec, Codec], x: Pair) -> bool:
-    """Whether the kernels of `module` know these codecs for keys and values `[B, H, T, D]`."""
-    return on_triton(x[0].device) and all(map(_module(module).supports, codecs, [side.shape[3] for side in x]))
+def _serve(kernels: str, codecs: tuple[Codec, Codec], x: Pair) -> bool:
+    """Whether `kernels` know these codecs for keys and values `[B, H, T, D]`."""
+    return on_triton(x[0].device) and all(map(module(kernels).supports, codecs, [side.shape[3] for side in x]))
 
 
 def quantizes(codecs: tuple[Codec, Codec], x: Pair) -> bool:
@@ -286,7 +244,7 @@ def _dequantizes(pages: Pages, out: Pair) -> bool:
 
 def quantize_into(pages: Pages, x: Pair, slots: Tensor | int, zones: Sequence[tuple[Pair, Tensor]] = ()) -> None:
     """`pages.quantize_into`, in one launch where there is a kernel, and the same in `pages.index`."""
-    kernels = _module("store.triton_store") if pages.by_page and quantizes(pages.codecs, x) else paged
+    kernels = module("store.triton_store") if pages.by_page and quantizes(pages.codecs, x) else paged
     kernels.quantize_into(pages, x, slots, zones)
     if pages.index is not None and isinstance(slots, int):
         copy_index(pages, x[0].shape[2], slots)
@@ -294,20 +252,20 @@ def quantize_into(pages: Pages, x: Pair, slots: Tensor | int, zones: Sequence[tu
 
 def dequantize_pages(pages: Pages, out: Pair, begin: int = 0) -> None:
     """`pages.dequantize_pages`, in one launch where there is a kernel."""
-    kernels = _module("store.triton_dequantize") if _dequantizes(pages, out) else paged
+    kernels = module("store.triton_dequantize") if _dequantizes(pages, out) else paged
     kernels.dequantize_pages(pages, out, begin)
 
 
 def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], tiles: Tensor, out: Pair) -> None:
     """`pages.gather_rows`, in one launch where there is a kernel."""
-    kernels = _module("store.triton_gather") if _dequantizes(inputs.pages, out) else paged
+    kernels = module("store.triton_gather") if _dequantizes(inputs.pages, out) else paged
     kernels.gather_rows(inputs, new, starts, tiles, out)
 
 
 def copy_index(pages: Pages, tokens: int, begin: int | None = None) -> None:
     """Copies tokens into `pages.index`, if there is one: `tokens` of them from `begin` on; None: the last ones, as the device counts."""
     if pages.index is not None and tokens:
-        _module("triton_fetch_blocks").index_of(pages, tokens, begin)()
+        room("select").index_of(pages, tokens, begin)()
 
 
 def calibrate(inputs: PagedInputs, begun: Tensor, x: Pair, is_valid: Tensor | None) -> None:
@@ -330,10 +288,10 @@ def launch_of_step(inputs: PagedInputs, x: Pair) -> Callable[[Pair], None] | Non
     """`step` for tokens of the shape and dtype of `x`, with all other arguments prepared; None if there is no kernel for it."""
     if not (inputs.pages.by_page and quantizes(inputs.pages.codecs, x)):
         return None
-    launch = _module("store.triton_store").launch_of_step(inputs, x)
+    launch = module("store.triton_store").launch_of_step(inputs, x)
     if inputs.pages.index is None:
         return launch
-    copy = _module("triton_fetch_blocks").index_of(inputs.pages, x[0].shape[2], None)
+    copy = room("select").index_of(inputs.pages, x[0].shape[2], None)
 
     def stored(x: Pair) -> None:
         launch(x)
@@ -347,7 +305,7 @@ def launch_into(pages: Pages, x: Pair) -> Callable[[Pair, Tensor], None] | None:
     not stored, with its launch prepared; None if there is no kernel for it."""
     if not (pages.by_page and x[0].numel() and quantizes(pages.codecs, x)):
         return None
-    return _module("store.triton_store").launch_into(pages, x)
+    return module("store.triton_store").launch_into(pages, x)
 
 
 def unfold(inputs: PagedInputs, columns: int, new: Pair) -> Pair:
@@ -362,44 +320,13 @@ def read(x: Tensor) -> Tensor:
     return torch.ops.qkvcache.read(x, ORDER[x.device]) if torch.compiler.is_compiling() else x
 
 
-def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], is_valid: Tensor | None) -> None:
-    """`evict.append_token`, in one launch where there are kernels."""
-    if torch.compiler.is_compiling():
-        torch.ops.qkvcache.append_token(static.inputs.handle, ORDER[x[0].device], *static.arguments, *x, list(new), is_valid)
-        return
-    kernels = _module("triton_evict") if on_triton(static.row_lengths.device) else evicting
-    kernels.append_token(static, x, new, is_valid)
-
-
-def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
-    """`evict.evict_token`, in one launch where there is a kernel for the codecs."""
-    if torch.compiler.is_compiling():
-        return torch.ops.qkvcache.evict_token(static.inputs.handle, ORDER[order.device], *static.arguments, order)
-    pages = static.inputs.pages
-    shared = any(
-        b.heads == "shared" and b.tokens == "each"
-        for codec, x in zip(pages.codecs, static.ring, strict=True)
-        for b in codec.buffers(x.shape[3])
-    )
-    # Each head stores a copy of shared buffers, since it evicts on its own.
-    kernels = _module("triton_evict") if pages.by_page and quantizes(pages.codecs, static.ring) and not shared else evicting
-    return kernels.evict_token(static, order)
-
-
-def rotate(x: Tensor, by: Tensor, inv_freq: Tensor, interleaved: bool) -> Tensor:
-    """`rotate.rotate`, in one launch where there is a kernel, which has neither gradients nor an operator of torch."""
-    plain = not (torch.is_grad_enabled() and x.requires_grad) and not x.is_meta and not torch.compiler.is_compiling()
-    kernels = _module("triton_rotate") if plain and on_triton(x.device) and _module("triton_rotate").supports(x) else rotating
-    return kernels.rotate(x, by, inv_freq, interleaved)
-
-
 @functools.wraps(reference.sum_attention)
 def sum_attention(query: Tensor, key: Tensor, observed: Tensor, visible: Tensor | None = None, **options: Any) -> Tensor:
     """`sum_attention.sum_attention`, by kernels where they exist: the accumulated attention of many queries, fp32 `[B,
     H, T]`."""
     by_head = visible is not None and visible.dim() == 3
     if on_triton(query.device) and (options.get("lse") is not None or not by_head):
-        kernels = _module("triton_sum_attention")
+        kernels = module("triton_sum_attention")
         if kernels.supports(query, key):
             if not by_head:
                 return kernels.sum_attention(query, key, observed, visible, **options)
@@ -410,7 +337,7 @@ def sum_attention(query: Tensor, key: Tensor, observed: Tensor, visible: Tensor 
 def dense(side: KeysOrValues) -> Tensor:
     """All tokens of `side` in the model's dtype, `[B, H, T, D]`: the only place where a whole layer is dequantized."""
     if on_triton(side.device):
-        kernels = _module("store.triton_dequantize")
+        kernels = module("store.triton_dequantize")
         if all(isinstance(s, Exact) or kernels.supports(s.codec, s.head_dim) for s in side.segments):
             out = torch.empty(side.shape, dtype=side.dtype, device=side.device)
             for segment, part in zip(side.segments, out.split([s.tokens for s in side.segments], dim=2), strict=True):

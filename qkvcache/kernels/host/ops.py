@@ -14,7 +14,6 @@ import torch
 
 from ...autocast import without_autocast
 from ..attend.reference import OPTIONS as NAMES
-from ..evict import StaticTensors
 from ..pages import calibrate, differ
 from . import dispatch
 from .handles import inputs_of
@@ -22,16 +21,14 @@ from .handles import inputs_of
 HANDLE = "Tensor handle, Tensor order"
 OPTIONS = "Tensor? sinks, Tensor? observed, float? scaling, float? softcap, bool? causal"
 """`attend.OPTIONS`"""
-STATIC = f"{HANDLE}, Tensor[] records, Tensor column_mask, Tensor row_lengths, Tensor columns"
-"""`StaticTensors.arguments`"""
 
 
-def _operator(name: str, arguments: str, returns: str = "()", mutates: Sequence[str] = ()) -> Callable:
+def operator(name: str, arguments: str, returns: str = "()", mutates: Sequence[str] = ()) -> Callable:
     """Declares an operator whose tensors `mutates` are written."""
     for i, argument in enumerate(mutates):
         arguments = re.sub(rf"\bTensor((?:\[\])? {argument}\b)", rf"Tensor(a{i}!)\1", arguments)
-    operator = torch.library.custom_op(f"qkvcache::{name}", mutates_args=mutates, schema=f"({arguments}) -> {returns}")
-    return lambda function: operator(without_autocast()(function))
+    made = torch.library.custom_op(f"qkvcache::{name}", mutates_args=mutates, schema=f"({arguments}) -> {returns}")
+    return lambda function: made(without_autocast()(function))
 
 
 def _given(options: Sequence[Any]) -> dict[str, Any]:
@@ -39,7 +36,7 @@ def _given(options: Sequence[Any]) -> dict[str, Any]:
     return {name: x for name, x in zip(NAMES, options, strict=True) if x is not None}
 
 
-@_operator("attend", f"Tensor query, {HANDLE}, SymInt[] shape, Tensor? mask, {OPTIONS}", "(Tensor, Tensor, Tensor)")
+@operator("attend", f"Tensor query, {HANDLE}, SymInt[] shape, Tensor? mask, {OPTIONS}", "(Tensor, Tensor, Tensor)")
 def _attend(query, handle, order, shape, mask, *options):
     """`shape`: heads, slots and channels of values."""
     out, lse, sums = dispatch.attend_pages(query, inputs_of(handle), mask, **_given(options))
@@ -54,18 +51,7 @@ def _(query, handle, order, shape, mask, sinks, observed, *options):
     return query.new_empty(*query.shape[:3], dim), lse, attention_sums
 
 
-@_operator("attend_latents", f"Tensor query, {HANDLE}, SymInt dim, Tensor? mask, float scaling, bool causal, int? chosen", "Tensor")
-def _attend_latents(query, handle, order, dim, mask, scaling, causal, chosen):
-    inputs = inputs_of(handle)
-    return dispatch.attend_latent_pages(query, inputs, mask, scaling=scaling, causal=causal, chosen=chosen).contiguous()
-
-
-@_attend_latents.register_fake
-def _(query, handle, order, dim, *options):
-    return query.new_empty(*query.shape[:3], dim)
-
-
-@_operator("step", f"{HANDLE}, Tensor key, Tensor value", mutates=["order"])
+@operator("step", f"{HANDLE}, Tensor key, Tensor value", mutates=["order"])
 def _step(handle, order, key, value):
     inputs = inputs_of(handle)
     for held, new in zip(inputs.ring, (key, value), strict=True):
@@ -77,12 +63,12 @@ def _step(handle, order, key, value):
     dispatch.step(inputs, (key, value))
 
 
-@_operator("calibrate", f"{HANDLE}, Tensor begun, Tensor key, Tensor value, Tensor? is_valid", mutates=["order", "begun"])
+@operator("calibrate", f"{HANDLE}, Tensor begun, Tensor key, Tensor value, Tensor? is_valid", mutates=["order", "begun"])
 def _calibrate(handle, order, begun, key, value, is_valid):
     calibrate(inputs_of(handle).pages, begun, (key, value), is_valid)
 
 
-@_operator("unfold", f"{HANDLE}, SymInt columns, Tensor key, Tensor value", "(Tensor, Tensor)")
+@operator("unfold", f"{HANDLE}, SymInt columns, Tensor key, Tensor value", "(Tensor, Tensor)")
 def _unfold(handle, order, columns, key, value):
     return dispatch.unfold(inputs_of(handle), columns, (key, value))
 
@@ -93,7 +79,7 @@ def _(handle, order, columns, *new):
     return keys, values
 
 
-@_operator("read", "Tensor x, Tensor order", "Tensor")
+@operator("read", "Tensor x, Tensor order", "Tensor")
 def _read(x, order):
     """A copy of a tensor that operators write behind a handle."""
     return x.clone()
@@ -102,24 +88,3 @@ def _read(x, order):
 @_read.register_fake
 def _(x, order):
     return torch.empty_like(x)
-
-
-@_operator(
-    "append_token",
-    f"{STATIC}, Tensor key, Tensor value, Tensor?[] new, Tensor? is_valid",
-    mutates=["order", "records", "column_mask", "row_lengths", "columns"],
-)
-def _append_token(handle, order, *args):
-    *static, key, value, new, is_valid = args
-    dispatch.append_token(StaticTensors.of(inputs_of(handle), *static), (key, value), new, is_valid)
-
-
-@_operator("evict_token", f"{STATIC}, Tensor token_order", "Tensor", mutates=["order", "records", "column_mask"])
-def _evict_token(handle, order, *args):
-    *static, token_order = args
-    return dispatch.evict_token(StaticTensors.of(inputs_of(handle), *static), token_order)
-
-
-@_evict_token.register_fake
-def _(*args):
-    return args[-1].new_empty(args[-1].shape[:2])

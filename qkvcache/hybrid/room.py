@@ -1,0 +1,22 @@
+"""What this room registers with the core (`rooms.py`)."""
+
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionAndStaticFullAttentionLayer
+
+from ..layers.kinds import LayerKind
+from .layer import HybridLayer
+
+
+def _evicting() -> type:
+    from .evicting import EvictingHybridLayer  # of two rooms
+
+    return EvictingHybridLayer
+
+
+KINDS = (
+    LayerKind(
+        (LinearAttentionAndFullAttentionLayer, LinearAttentionAndStaticFullAttentionLayer),
+        HybridLayer,
+        options=lambda layer, config: {"number_of_states": layer.number_of_states},
+        evicting=_evicting,
+    ),
+)

@@ -1,0 +1,1 @@
+"""Models that cache latents (MLA), and layers with an indexer."""

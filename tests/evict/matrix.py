@@ -1,0 +1,34 @@
+"""Every policy once, with each of its options."""
+
+from qkvcache import policies
+
+POLICIES = {
+    "sink_window": lambda budget: policies.SinkWindow(window_length=budget - 4),
+    "sliding_window": lambda budget: policies.SlidingWindow(window_length=budget),
+    "h2o": lambda budget: policies.H2O(budget=budget),
+    "h2o_sum": lambda budget: policies.H2O(budget=budget, reduce="sum", num_sink_tokens=1, recent=3),
+    "h2o_decay": lambda budget: policies.H2O(budget=budget, decay=0.9, recent=2),
+    "tova": lambda budget: policies.TOVA(budget=budget, num_sink_tokens=2, recent=3),
+    "tova_paper": lambda budget: policies.TOVA(budget=budget, num_sink_tokens=0, recent=0),
+    "snapkv": lambda budget: policies.SnapKV(budget=budget, interval=1, window_size=4, recent=3),
+    "keydiff": lambda budget: policies.KeyDiff(budget=budget, recent=3),
+    "knorm": lambda budget: policies.Knorm(budget=budget, recent=3),
+    "random": lambda budget: policies.Random(budget=budget, recent=2),
+    "expected_attention": lambda budget: policies.ExpectedAttention(budget=budget, recent=3, n_future_positions=16),
+    "expected_attention_epsilon": lambda budget: policies.ExpectedAttention(budget=budget, recent=2, n_future_positions=9, epsilon=0.1),
+    "custom": lambda budget: policies.Custom(function=lambda tokens: tokens.score * tokens.value_norm, budget=budget, recent=2),
+}
+"""Policies with every option, of an interval of 1: `POLICIES[name](budget)`, of 12 tokens at least."""
+
+SHARED = {
+    "snapkv": lambda budget: policies.AdaKV(policies.SnapKV(budget=budget, interval=1, window_size=4, recent=3)),
+    "snapkv_interval": lambda budget: policies.AdaKV(policies.SnapKV(budget=budget, interval=3, window_size=4, recent=2), 0.3),
+    "h2o": lambda budget: policies.AdaKV(policies.H2O(budget=budget, recent=2), 0.5),
+    "tova": lambda budget: policies.AdaKV(policies.TOVA(budget=budget, num_sink_tokens=0, recent=0), 0.0),
+    "expected_attention": lambda budget: policies.AdaKV(policies.ExpectedAttention(budget=budget, recent=3, n_future_positions=16), 0.1),
+    "custom": lambda budget: policies.AdaKV(policies.Custom(function=lambda t: t.score * t.value_norm, budget=budget, recent=2)),
+}
+"""Policies whose heads share the budget: `SHARED[name](budget)`."""
+
+CUT_FREE = ["sink_window", "sliding_window", "knorm", "random"]
+"""Those whose tokens do not depend on how a text is cut into steps."""

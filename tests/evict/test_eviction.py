@@ -1,0 +1,310 @@
+"""Caches that evict, in models: budgets hold, padding and the cut of a text change nothing, and what is large enough is exact."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from qkvcache import CompressedCache
+from qkvcache.attention import route
+from qkvcache.evict.policies.budget import LEAST
+from qkvcache.policies import H2O, Budget, KeyDiff, Knorm, SlidingWindow, SnapKV
+from qkvcache.releases import passing
+from tests.evict.matrix import CUT_FREE, POLICIES
+from tests.matrix import ATTENTION, UNSUPPORTED, covering, model, slowly
+from tests.reference import ZONES, assert_close, count_decoded_layers, forward
+from tests.seeds import SEED
+from tests.tolerance import TURNED, of_model, turned
+
+PADS = (0, 5, 14)
+CUTS = {"whole": (30, 1, 1, 3, 1, 1), "chunked": (4, 17, 9, 1, 1, 3, 1, 1)}  # a boundary in the padding
+LENGTH = sum(CUTS["whole"])
+IMPLEMENTATIONS = ("sdpa", "eager")
+
+
+def inputs(pads=PADS, length=LENGTH, seed=1):
+    """Rows that hold no token twice: in layer 0 only rounding would tell the norms of its keys apart."""
+    torch.manual_seed(SEED + seed)
+    ids = 3 + torch.stack([torch.randperm(97)[:length] for _ in pads])
+    mask = (torch.arange(length) >= torch.tensor(pads)[:, None]).long()
+    return ids * mask, mask
+
+
+def run(network, cache, sizes, text=None, check=None):
+    """Logits of the real tokens of each step, `[N, V]`."""
+    ids, mask = text or inputs()
+    begin, logits = 0, []
+    for size in sizes:
+        logits.append(forward(network, cache, ids, mask, begin, begin + size))
+        begin += size
+        if check:
+            check(begin)
+    return logits
+
+
+def alone(sizes, pad):
+    """The steps of a row without its padding."""
+    ends = [max(sum(sizes[: i + 1]) - pad, 0) for i in range(len(sizes))]
+    return [size for size in (b - a for a, b in zip([0, *ends], ends, strict=False)) if size]
+
+
+def kept(cache, row=None):
+    """Positions held in each full-attention layer."""
+    found = []
+    for index, layer in enumerate(cache.layers):
+        if type(layer).__name__ == "EvictingLayer":
+            positions = cache.kept_positions(index)
+            found += [
+                [[p for p in head if p >= 0] for head in r] for r in (positions if row is None else positions[row : row + 1]).tolist()
+            ]
+    return found
+
+
+def check_rows(network, make, sizes, tolerance=None):
+    """Every row of a padded batch keeps and says what its text alone does."""
+    ids, mask = inputs()
+    together = make()
+    logits = torch.zeros(len(PADS), LENGTH, network.config.vocab_size)
+    logits[mask.bool()] = torch.cat([x for x in _by_row(network, together, sizes, ids, mask)])
+    for row, pad in enumerate(PADS):
+        single = make()
+        got = torch.cat(run(network, single, alone(sizes, pad), (ids[row : row + 1, pad:], mask[row : row + 1, pad:])))
+        assert kept(single) == kept(together, row)
+        assert_close(logits[row, pad:], got, tolerance or of_model(network))
+
+
+def _by_row(network, cache, sizes, ids, mask):
+    parts = run(network, cache, sizes, (ids, mask))
+    begin, rows = 0, [[] for _ in PADS]
+    for size, part in zip(sizes, parts, strict=True):
+        counts = mask[:, begin : begin + size].sum(-1).tolist()
+        for row, x in zip(rows, part.split(counts), strict=True):
+            row.append(x)
+        begin += size
+    return [torch.cat(row) for row in rows]
+
+
+HOLDING = tuple(
+    f"qkvcache.{name}" for name in ("layers", "storage", "kernels", "evict.layer", "evict.storage", "evict.metadata", "evict.head_pages")
+)
+"""Modules of what holds tokens."""
+
+
+def live_bytes(cache):
+    """Bytes of all tensors reachable from the layers, each storage once, found without the library's help."""
+    seen, stack, storages = set(), list(cache.layers), {}
+    while stack:
+        x = stack.pop()
+        if id(x) in seen or isinstance(x, type):
+            continue
+        seen.add(id(x))
+        if isinstance(x, torch.Tensor):
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        elif isinstance(x, dict):
+            stack += x.values()
+        elif isinstance(x, list | tuple):
+            stack += x
+        elif type(x).__module__.startswith(HOLDING):
+            stack += vars(x).values()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(("name", "budget"), covering(POLICIES, [12, 21], strength=1))
+@pytest.mark.parametrize("format", slowly([None, "int8"], ["int8"]))
+def test_the_budget_is_full_at_every_step_and_never_exceeded(name, budget, format):
+    network = model("llama", layers=2)
+    cache = CompressedCache(network.config, policy=POLICIES[name](budget), format=format, num_sink_tokens=2, residual_length=3)
+
+    def check(seen):
+        for layer in range(2):
+            assert cache.stored_length(layer) == min(seen, budget), seen
+            assert cache.get_seq_length(layer) == seen
+            assert cache.kept_positions(layer).shape == (1, 2, min(seen, budget))
+        assert cache.nbytes == live_bytes(cache)
+        assert cache.memory().dense == 2 * 2 * 2 * 32 * 4 * seen
+
+    run(network, cache, (30, *[1] * 6, 3), inputs((0,), 39), check)
+
+
+@pytest.mark.parametrize("attention", slowly(IMPLEMENTATIONS, ["sdpa"]))
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_padded_row_equals_its_prompt_alone(name, attention):
+    """Prompts below, at and above the budget; a chunk that ends in the padding; steps of several tokens."""
+    network = model("llama", attention, layers=2)
+    make = functools.partial(CompressedCache, network.config, policy=POLICIES[name](25))  # rows of 16, 25 and 30 tokens after the prompt
+    check_rows(network, make, CUTS["chunked" if attention == "sdpa" else "whole"])
+
+
+@pytest.mark.sums
+@pytest.mark.parametrize("attention", slowly([name for name in ATTENTION if name != "eager"], ["sdpa"]))
+@pytest.mark.parametrize("name", slowly(POLICIES, ["h2o", "tova", "snapkv", "keydiff"]))
+@pytest.mark.parametrize("format", slowly([None, "int8", "turboquant_3bit_nc"], ["int8"]))
+def test_many_tokens_in_chunks_keep_what_a_dense_layer_keeps(monkeypatch, name, attention, format):
+    """Of rows with padding, without dequantizing a layer."""
+    network, sizes, found = model("llama", attention), (25, 20, 33, 19), []
+    for chunked in (True, False):
+        cache = CompressedCache(network.config, policy=POLICIES[name](20), format=format, num_sink_tokens=2, residual_length=3)
+        with monkeypatch.context() as patch, count_decoded_layers() as decoded:
+            if not chunked:
+                patch.setattr(route, "supports", lambda *args: False)
+            logits = run(network, cache, sizes, inputs(length=sum(sizes)))
+        assert bool(decoded) != chunked
+        found.append((kept(cache), torch.cat(logits)))
+    assert found[0][0] == found[1][0]
+    assert_close(found[0][1], found[1][1], turned(format) if format else of_model(network, sum(sizes)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("budget", [12, 16, 30])
+@pytest.mark.parametrize("name", POLICIES)
+def test_padded_rows_of_other_budgets(name, budget, cut, attention):
+    network = model("llama", attention)
+    check_rows(network, functools.partial(CompressedCache, network.config, policy=POLICIES[name](budget)), CUTS[cut])
+
+
+@pytest.mark.parametrize(("cut", "format"), [("whole", None), ("whole", "int8"), ("chunked", None)])
+def test_intervals_of_padded_rows(cut, format):
+    network = model("llama", layers=2)
+    policy = SnapKV(budget=15, interval=4, window_size=4, recent=3)
+    make = functools.partial(CompressedCache, network.config, policy=policy, format=format, **ZONES["zones"])
+    check_rows(network, make, CUTS[cut], None if format is None else TURNED)
+
+
+@pytest.mark.parametrize("name", slowly(["sink_window", "h2o", "tova", "knorm"], ["h2o", "knorm"]))
+@pytest.mark.parametrize("format", ["int8", "turboquant_k8v4"])
+def test_a_padded_row_of_codes_equals_its_prompt_alone(name, format):
+    network = model("llama", layers=2)
+    make = functools.partial(CompressedCache, network.config, policy=POLICIES[name](15), format=format, **ZONES["zones"])
+    check_rows(network, make, CUTS["whole"], TURNED)
+
+
+@pytest.mark.sums
+@pytest.mark.parametrize(
+    "policy", [H2O(budget=0.5, recent=0.25), H2O(budget=Budget(4, 0.3), recent=3), Knorm(budget=0.4, recent=0.2)], ids=str
+)
+def test_shares_are_of_each_row(policy):
+    network = model("llama", layers=2)
+    check_rows(network, functools.partial(CompressedCache, network.config, policy=policy), CUTS["whole"])
+
+
+@pytest.mark.parametrize("format", [None, "int8"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        H2O(budget=0.5), H2O(budget=Budget(5, 0.2), recent=4), SnapKV(budget=20, interval=8, window_size=4, recent=3),
+        Knorm(budget=17, interval=5, recent=3),
+        SlidingWindow(window_length=11, interval=11), KeyDiff(budget=0.3, interval=4), H2O(budget=Budget(share=1.0)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_shares_and_intervals_stay_within_the_budget(policy, format):
+    budget, network = policy.budgets[0], model("llama", layers=1)
+    for sizes in CUTS.values():
+        cache = CompressedCache(network.config, policy=policy, format=format, num_sink_tokens=2, residual_length=3)
+        least = []
+
+        def check(seen, cache=cache, least=least):
+            limit = budget.tokens + int(budget.share * seen + 1e-9)
+            if budget.share:
+                limit = max(
+                    limit, LEAST, policy.num_sink_tokens + (policy.recent if isinstance(policy.recent, int) else 0) + (policy.interval or 1)
+                )
+            held = cache.stored_length(0)
+            assert held <= limit, seen
+            least.append(held >= min(seen, limit) - (policy.interval or 1) + 1)
+
+        run(network, cache, sizes, inputs((0,)), check)
+        if not budget.share or policy.budget == 1.0:
+            assert all(least)  # and no more than `interval - 1` places stay empty
+
+
+@pytest.mark.parametrize("name", CUT_FREE)
+@pytest.mark.parametrize("attention", slowly(IMPLEMENTATIONS, ["sdpa"]))
+def test_any_cut_of_a_static_text_keeps_the_same(name, attention):
+    """At once, in chunks with a remainder, one at a time: the same kept tokens in layer 0, whose keys do not depend on the cache."""
+    network = model("llama", attention, layers=1)
+    expected = None
+    for sizes in ((LENGTH,), (7,) * 5 + (2,), (1,) * LENGTH, (20, *[1] * 17)):
+        cache = CompressedCache(network.config, policy=POLICIES[name](15))
+        run(network, cache, sizes, inputs((0,)))
+        found = cache.kept_positions(0)
+        expected = found if expected is None else expected
+        assert torch.equal(found, expected)
+    assert found.shape[-1] == 15
+
+
+def assert_generate_equals_a_loop(network, ours, manual, ids, mask, chunk):
+    """`generate` through `ours` gives the tokens of a loop of forwards through `manual`, for prompts `[3, 29]` in chunks of 7 or whole."""
+    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "prefill_chunk_size": chunk}
+    expected = network.generate(input_ids=ids, attention_mask=mask, **passing(ours), **options)
+    sizes, begin = ([7] * 4 + [1] if chunk else [29]), 0
+    for size in sizes + [1] * 9:
+        logits = forward(network, manual, ids, mask, begin, begin + size)
+        begin += size
+        if begin >= 29:
+            last = logits.view(3, -1, 100)[:, -1] if size == 1 else logits[mask.sum(-1).cumsum(0) - 1]
+            ids = torch.cat([ids, last.argmax(-1)[:, None]], 1)
+            mask = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], 1)
+    assert torch.equal(ids, expected)
+
+
+@pytest.mark.parametrize("chunk", slowly([None, 7], [7]))
+@pytest.mark.parametrize("name", slowly(POLICIES, ["sink_window", "h2o", "snapkv", "keydiff", "knorm", "expected_attention"]))
+def test_generate_equals_a_manual_loop(name, chunk):
+    network, (ids, mask) = model("llama", layers=2), inputs(PADS, 29)
+    ours, manual = (CompressedCache(network.config, policy=POLICIES[name](14)) for _ in range(2))
+    assert_generate_equals_a_loop(network, ours, manual, ids, mask, chunk)
+    assert kept(ours) == kept(manual) and ours.stored_length() == 14
+
+
+@pytest.mark.parametrize(
+    ("attention", "dtype"),
+    [
+        ("sdpa", torch.bfloat16), pytest.param("eager", torch.float32, marks=pytest.mark.slow),
+        pytest.param("sdpa", torch.float32, marks=pytest.mark.slow), pytest.param("eager", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_budget_that_is_not_reached_changes_no_bit(name, attention, dtype):
+    network = _cast(attention, dtype)
+    for sizes, text in ((CUTS["chunked"], inputs()), (CUTS["whole"], inputs((0,)))):
+        ours = run(network, CompressedCache(network.config, policy=POLICIES[name](LENGTH)), sizes, text)
+        theirs = run(network, DynamicCache(config=network.config), sizes, text)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@functools.lru_cache
+def _cast(attention, dtype):
+    return copy.deepcopy(model("llama", attention, layers=1)).to(dtype)
+
+
+HYBRID = ["gemma3", "gemma2", "gpt_oss", "gemma3n", "gemma4", "qwen3_next", "mistral", "gpt2", "phi3", "qwen3"]
+OF_KINDS = ["gemma3", "gpt_oss", "gemma3n", "gemma4", "qwen3_next", "gpt2"]
+"""One of each kind: layers that slide, attention sinks, shared keys, two head_dims, linear layers, absolute positions."""
+FASTEST = {"gemma2": "eager", "gpt_oss": "eager"}  # the others run with matrix.ALL
+
+
+@pytest.mark.sums
+@pytest.mark.filterwarnings("ignore:no layer of this model", "ignore:attention code calls")
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [(n, a) for n in slowly(HYBRID, OF_KINDS) for a in slowly(ATTENTION, [FASTEST.get(n, "sdpa")]) if (n, a) not in UNSUPPORTED],
+)
+def test_models(name, attention):
+    """Full-attention layers evict; padded rows equal their prompts alone. Knorm would rank rounding errors where models norm keys."""
+    network = model(name, attention)
+    plain = DynamicCache(config=network.config)
+    both = H2O(budget=15, recent=4), KeyDiff(budget=15, recent=3)
+    for policy in slowly(both, [both[HYBRID.index(name) % 2]]):
+        cache = CompressedCache(network.config, policy=policy)
+        for ours, theirs in zip(cache.layers, plain.layers, strict=True):
+            assert type(ours).__name__ == ("EvictingLayer" if type(theirs).__name__ == "DynamicLayer" else type(theirs).__name__)
+        check_rows(network, functools.partial(CompressedCache, network.config, policy=policy), CUTS["whole"])
+    ours = run(network, CompressedCache(network.config, policy=H2O(budget=99)), CUTS["chunked"])
+    theirs = run(network, DynamicCache(config=network.config), CUTS["chunked"])
+    for a, b in zip(ours, theirs, strict=True):
+        assert_close(a, b, of_model(network))

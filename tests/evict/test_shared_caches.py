@@ -1,0 +1,256 @@
+"""Budgets that the heads of a layer share (AdaKV), in models: what holds for budgets of each head holds for them too."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from qkvcache import CompressedCache
+from qkvcache.caches.memory import bytes_by_role
+from qkvcache.evict import observer
+from qkvcache.evict.layer import EvictingLayer
+from qkvcache.kernels.attend import chunked as attend_chunked
+from qkvcache.kernels.attend.reference import attend_pages as attend_in_torch
+from qkvcache.kernels.host import dispatch
+from qkvcache.layers.snapshot import restore, snapshot
+from qkvcache.policies import H2O, AdaKV, KVzip, SnapKV
+from qkvcache.releases import passing
+from tests.evict.matrix import SHARED
+from tests.evict.test_eviction import CUTS, LENGTH, assert_generate_equals_a_loop, check_rows, inputs, kept, live_bytes, run
+from tests.evict.test_eviction_features import generate, llama, prompt, same, state
+from tests.matrix import ATTENTION, FORMATS, model, slowly
+from tests.reference import ZONES, assert_close, count_decoded_layers, forward
+from tests.tolerance import TURNED, of_model, turned
+
+FEW = ["snapkv", "h2o"]
+POLICY = SHARED["snapkv"](15)
+
+
+def cache_of(name="snapkv", budget=14, format=None, **options):
+    return CompressedCache(llama().config, policy=SHARED[name](budget), format=format, **options)
+
+
+def counts(cache, layer=0):
+    """Tokens of each head, `[B, H]`."""
+    return (cache.kept_positions(layer) >= 0).sum(-1)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", slowly(SHARED, FEW))
+def test_a_padded_row_equals_its_prompt_alone(name, attention):
+    network = llama(attention)
+    make = functools.partial(CompressedCache, network.config, policy=SHARED[name](21))
+    check_rows(network, make, CUTS["chunked" if attention == "sdpa" else "whole"])
+
+
+@pytest.mark.parametrize("name", slowly(SHARED, FEW))
+def test_a_padded_row_of_codes_equals_its_prompt_alone(name):
+    make = functools.partial(CompressedCache, llama().config, policy=SHARED[name](15), format="int8", **ZONES["zones"])
+    check_rows(llama(), make, CUTS["whole"], TURNED)
+
+
+def test_shares_of_the_tokens_seen_are_of_each_row():
+    policy = AdaKV(H2O(budget=0.5, recent=3))
+    check_rows(llama(), functools.partial(CompressedCache, llama().config, policy=policy), CUTS["whole"])
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_attention_implementations_agree(attention):
+    """Steps of one token and of several, with padding among the new tokens and without."""
+    network, expected = llama(attention), llama("eager")
+    for text in (inputs((0,)), inputs()):
+        caches = [CompressedCache(network.config, policy=POLICY) for _ in range(2)]
+        ours, theirs = (run(n, cache, (4, 17, 9, 1, 3, 1, 1, 1), text) for n, cache in zip((network, expected), caches, strict=True))
+        assert kept(caches[0]) == kept(caches[1])
+        for a, b in zip(ours, theirs, strict=True):
+            assert_close(a, b, of_model(network))
+
+
+@pytest.mark.parametrize("format", [None, "int8"])
+@pytest.mark.parametrize("name", slowly(SHARED, FEW))
+def test_the_budget_holds_at_every_step_and_bytes_are_counted(name, format):
+    cache, differ = cache_of(name, 14, format, num_sink_tokens=2, residual_length=3), []
+
+    def check(seen):
+        for layer in range(2):
+            held = counts(cache, layer)
+            assert held.sum() <= 2 * 14 and cache.stored_length(layer) == held.max()
+            differ.append(bool((held != held[:, :1]).any()))
+        assert cache.nbytes == live_bytes(cache)
+
+    run(llama(), cache, (30, *[1] * 6, 3, 1), inputs((0,), 40), check)
+    assert any(differ)
+
+
+@pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
+def test_memory_is_for_the_tokens_of_all_heads(format):
+    """One head retains nearly everything: pages are not allocated for others that retain nothing."""
+    budget, tokens, heads = 512, 2048, 4
+    layer = CompressedCache(
+        policy=AdaKV(SnapKV(budget=budget, interval=1, window_size=8, recent=8, kernel_size=1), 0.0),
+        format=format,
+        residual_length=8,
+    )._maker.new()
+    generator = torch.Generator().manual_seed(0)
+    layer.update(*(torch.randn(1, heads, tokens, 32, generator=generator) for _ in range(2)))
+    layer.begin_attention(None)
+    layer.end_attention(torch.rand(1, heads, tokens, generator=generator) * torch.tensor([1.0, 0.01, 0.01, 0.01])[:, None])
+    held = (layer.positions() >= 0).sum(-1)[0].tolist()
+    assert sum(held) == heads * budget and held[0] > 3.5 * budget
+    found = bytes_by_role(layer.tensors())
+    assert found["codes"] + found["scales"] <= 1.1 * layer.format.bytes_per_token(32, 1) * heads * budget + 10_000
+    assert found["bookkeeping"] <= 1.1 * 8 * heads * budget + 2_000  # a position and a score; and a table of a 64th of it for each head
+
+
+@pytest.mark.parametrize("name", slowly(SHARED, FEW))
+def test_a_budget_that_is_not_reached_changes_no_bit(name):
+    network = llama()
+    for sizes, text in ((CUTS["chunked"], inputs()), (CUTS["whole"], inputs((0,)))):
+        ours = run(network, cache_of(name, LENGTH), sizes, text)
+        theirs = run(network, DynamicCache(config=network.config), sizes, text)
+        assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("format", [None, "int8"])
+def test_a_share_of_everything_is_a_budget_for_each_head(format):
+    policies = AdaKV(own := SnapKV(budget=14, interval=1, window_size=4, recent=3), 1.0), own
+    caches = [CompressedCache(llama().config, policy=policy, format=format, **ZONES["zones"]) for policy in policies]
+    ours, theirs = (run(llama(), cache, CUTS["whole"]) for cache in caches)
+    assert kept(caches[0]) == kept(caches[1])
+    for a, b in zip(ours, theirs, strict=True):
+        assert_close(a, b, of_model(llama()))
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_generate_equals_a_manual_loop(chunk):
+    network, (ids, mask) = llama(), inputs(length=29)
+    ours, manual = cache_of(), cache_of()
+    assert_generate_equals_a_loop(network, ours, manual, ids, mask, chunk)
+    assert kept(ours) == kept(manual) and (counts(ours).sum(-1) == 2 * 14).all()
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}], ids=str)
+def test_beams(options):
+    network, inputs = llama(), prompt(2)
+    expected = generate(network, DynamicCache(config=network.config), inputs, **options)
+    assert torch.equal(generate(network, cache_of(budget=60), inputs, **options), expected)
+    generate(network, cache := cache_of(format="int8"), inputs, **options)
+    assert (counts(cache).sum(-1) == 2 * 14).all() and len(counts(cache)) == 6
+
+
+@pytest.mark.parametrize(("format", "prompt"), [(None, 30), ("int8", 30), ("int8", 4)])
+def test_a_row_comes_back_from_a_snapshot(format, prompt):
+    """Of a batch whose other row has a longer head; and where nothing is quantized yet."""
+    network, (ids, _) = llama(), inputs((0, 0))
+    cache = cache_of(format=format, residual_length=3)
+    for a, b in ((0, prompt), (prompt, prompt + 1), (prompt + 1, prompt + 2)):
+        forward(network, cache, ids, torch.ones_like(ids), a, b)
+    for row in range(2):
+        again, alone = cache_of(format=format, residual_length=3), copy.deepcopy(cache)
+        alone.batch_select_indices([row])
+        for into, layer in zip(again.layers, cache.layers, strict=True):
+            restore(into, snapshot(layer, row=row), "cpu")
+        assert again.nbytes == alone.nbytes
+        for a in range(prompt + 2, LENGTH):
+            logits = [forward(network, x, ids[row : row + 1], torch.ones_like(ids[:1]), a, a + 1) for x in (again, alone)]
+            assert_close(*logits, of_model(network))  # the ring of one begins elsewhere
+            assert kept(again) == kept(alone)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention", "qkvcache"])
+def test_many_new_tokens_run_in_chunks(monkeypatch, attention):
+    """Without a dense layer, whatever heads hold."""
+    monkeypatch.setattr(attend_chunked, "CHUNK_TOKENS", 7)
+    sizes, text = (30, 20, 1, 19), inputs((0, 9, 40), 70)
+    reference, cache = (cache_of("snapkv_interval", 21, num_sink_tokens=2) for _ in range(2))
+    expected, network = run(llama("eager"), reference, sizes, text), llama(attention)
+    logits = [forward(network, cache, *text, 0, 30)]
+    with count_decoded_layers() as decoded:
+        logits += [forward(network, cache, *text, a, b) for a, b in ((30, 50), (50, 51), (51, 70))]
+    assert not decoded
+    assert kept(cache) == kept(reference) and (counts(cache) != counts(cache)[:, :1]).any()
+    for ours, theirs in zip(logits, expected, strict=True):
+        assert_close(ours, theirs, of_model(network))
+
+
+@pytest.mark.parametrize("format", slowly(["int8", "identity", "turboquant_4bit_nc", "fp8_token", "hadaquant_k3v3"], ["fp8_token"]))
+def test_kernels_do_what_torch_operations_do(monkeypatch, format):
+    """Steps over the pages of heads of different lengths, in Triton's interpreter: of one token, of a few with padding among them, of
+    many."""
+    policy = AdaKV(H2O(budget=80, num_sink_tokens=2, recent=10, interval=4))
+    network, (ids, mask) = model("llama", layers=1), inputs((0, 9), 97)
+    mask[1, 92:94] = 0
+    sizes, results, taken = (70, 21, 4, 1, 1), [], []
+    attend_pages = observer.attend_pages
+    monkeypatch.setattr(observer, "attend_pages", lambda *args, **kwargs: taken.append(1) or attend_pages(*args, **kwargs))
+    monkeypatch.setattr("qkvcache.attention.route.MAX_FUSED_ROWS", 16)
+    monkeypatch.setattr(attend_chunked, "CHUNK_TOKENS", 64)
+    for kernels in ("torch", "triton"):
+        monkeypatch.setenv("QKVCACHE_KERNELS", kernels)
+        torch_runs = attend_in_torch if kernels == "torch" else lambda *args: pytest.fail("no kernel")
+        monkeypatch.setattr(dispatch, "attend_pages_in_torch", torch_runs)
+        taken.clear()
+        cache = CompressedCache(network.config, policy=policy, format=FORMATS[format], num_sink_tokens=2, residual_length=5)
+        logits = run(network, cache, sizes, (ids * mask, mask))
+        assert len(taken) == 3  # but for the prompt and the many tokens after it
+        region = cache.layers[0].storage.metadata.region
+        results.append((logits, region["positions"], region["score"], cache.layers[0].dense()))
+    (logits, positions, scores, dense), (expected, reference, totals, exact) = results[1], results[0]
+    for ours, theirs in zip(logits, expected, strict=True):
+        assert_close(ours, theirs, turned(format))
+    alike = (positions == reference) & (reference >= 0)
+    assert alike.sum() > 0.98 * (reference >= 0).sum()  # of scores that are nearly equal, rounding may choose another
+    assert_close(scores[alike], totals[alike], turned(format))
+    columns = torch.cat([torch.ones_like(alike[..., :2]), alike, torch.ones_like(alike[..., : dense[0].shape[2] - 2 - alike.shape[2]])], -1)
+    for a, b in zip(dense, exact, strict=True):
+        assert_close(a[columns], b[columns], turned(format))
+
+
+def test_a_context_that_is_read_twice():
+    """KVzip's scores, and a row that is padded."""
+    network, (ids, mask) = llama(), inputs((0, 7), 48)
+    found = {}
+    for alpha in (0.2, 1.0, None):
+        policy = KVzip(budget=20, recent=4, alpha_safeguard=alpha, layerwise=True)
+        cache = CompressedCache(network.config, format="int8", policy=policy, num_sink_tokens=2, residual_length=3)
+        cache.compress(network, ids[:, :40], attention_mask=mask[:, :40], progress=False)
+        assert (counts(cache).sum(-1) == 2 * 20).all() and (counts(cache) >= int(0.2 * 20)).all()
+        found[alpha] = kept(cache)
+        assert forward(network, cache, ids, mask, 40, 41).isfinite().all()
+    assert found[1.0] == found[None] != found[0.2]
+
+
+REFUSED = [
+    ({"max_length": 64}, NotImplementedError, "alpha_safeguard=0.2 with max_length"),
+    ({"compile": True}, NotImplementedError, "alpha_safeguard=0.2 with compile=True"),
+    ({"offloading": True}, NotImplementedError, "offloading=True with a policy"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "says"), REFUSED, ids=str)
+def test_what_is_refused(options, error, says):
+    with pytest.raises(error, match=says):
+        cache_of(**options)
+
+
+def test_steps_back_are_refused():
+    generate(llama(), cache := cache_of())
+    before = state(cache)
+    with pytest.raises(NotImplementedError, match="take steps back"):
+        cache.crop(-1)
+    assert same(state(cache), before)
+
+
+def test_the_embedded_model_answers():
+    """Heads of a trained model differ: the shared budget is used unevenly, and text goes on."""
+    from qkvcache import demo
+
+    network, tokenizer = demo.load()
+    ids = tokenizer(demo.text()[:3000], return_tensors="pt").to(network.device)
+    cache = CompressedCache(network.config, format="int8", policy=AdaKV(SnapKV(budget=128, recent=16)))
+    out = network.generate(**ids, **passing(cache), max_new_tokens=20, do_sample=False)
+    assert out.shape[1] == ids["input_ids"].shape[1] + 20
+    held = torch.cat([counts(cache, i) for i, layer in enumerate(cache.layers) if isinstance(layer, EvictingLayer)])
+    assert (held.sum(-1) <= 128 * held.shape[1]).all() and (held.amax(-1) > 140).any()
