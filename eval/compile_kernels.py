@@ -33,7 +33,7 @@ from qkvcache.formats import FP8, REGISTRY, HadaQuant, Int4, Int8, TurboQuant  #
 from qkvcache.formats.base import PackedLayout  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
 from qkvcache.kernels import triton_sum_attention
-from qkvcache.kernels.attend.launches import OF_SHARED, SUM_SPAN, SUMS, TILES, launched
+from qkvcache.kernels.attend.launches import OF_SHARED, SUMS, TILES, launched
 from qkvcache.kernels.attend.triton_attend import attend_kernel
 from qkvcache.kernels.attend.triton_join import reduce_kernel, rotate_kernel
 from qkvcache.kernels.attend.triton_sum_keys import sum_keys_kernel
@@ -289,7 +289,7 @@ def summing(format: str, head_dim: int, target: str, variant: str = "") -> Job:
     names = {param.name for param in sum_keys_kernel.params}
     types = {name: kind for name, kind in job.types.items() if name in names} | dict.fromkeys(("lse", "observed", "sums"), "*fp32")
     constants = {name: x for name, x in job.constants.items() if name in names}
-    constants |= {"R": 16, "T": SUMS.tile, "TILES": SUM_SPAN // SUMS.tile}
+    constants |= {"R": 8 if constants["ARCH"] else 16, "T": SUMS.tile}
     return Job(f"sum keys {format} {head_dim} {variant}".rstrip(), sum_keys_kernel, types, constants, target, {"num_warps": 1})
 
 

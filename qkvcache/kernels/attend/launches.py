@@ -87,8 +87,10 @@ def _fits_tiles(layout: PackedLayout, head_dim: int) -> bool:
     return head_dim in (64, 128) and layout.kind != "half" and (layout.group % words == 0 or words == 2 * layout.group)
 
 
-SUMS, SUM_SPAN = Launch(64, 2, None, rows=64), 512
-"""The launch that sums weights of tokens, with the most query rows of a tile (more are added up in turn), and the tokens of a program."""
+SUMS = Launch(64, 2, None, 12, rows=64)
+"""The launch that sums weights of tokens, with the most query rows of a tile: more are added up in turn."""
+MOST_SPAN = 512
+"""The most tokens of one of its programs."""
 OF_SHARED = Launch(64, 3, None, 4, 2, 16)
 """The launch over tokens that rows share, for up to 32 query rows, the best measured on an H100. More rows of a program take more registers
 than they spare loads."""

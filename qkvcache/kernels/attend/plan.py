@@ -35,7 +35,7 @@ OF_INPUTS = (
 """Arguments that are the same in all calls over the same inputs."""
 OF_CALL = (
     "mask", "mask_b", "mask_h", "mask_q", "mask_t", "query_strides", "scaling", "n_quantized", "least", "skip", "items", "firsts", "shares",
-    "splits", "before", "branches", "shared_splits", "shared_blocks",
+    "splits", "before", "branches", "shared_splits", "shared_blocks", "span",
 )  # fmt: skip
 """Arguments that are the same in all layers of a step."""
 
@@ -205,8 +205,8 @@ class Launches:
     @functools.cached_property
     def sum(self) -> Launcher:
         """The launch that sums the weights of tokens."""
-        rows = min(max(triton.next_power_of_2(self.groups * self.queries), 16), fused.SUMS.rows)
-        own = {"R": rows, "T": fused.SUMS.tile, "TILES": fused.SUM_SPAN // fused.SUMS.tile, "num_warps": 1 if rows == 16 else 4}
+        rows = min(max(triton.next_power_of_2(self.groups * self.queries), self.rows), fused.SUMS.rows)
+        own = {"R": rows, "T": fused.SUMS.tile, "num_warps": 1 if rows <= 16 else 4}
         given, held = ("query", "region_query", "lse", "observed", "sums"), (*OF_LAYER, *OF_INPUTS, *OF_CALL)
         return Launcher(sum_keys_kernel, self.attend.device, given, held, **self.fixed | own, num_stages=fused.SUMS.stages)
 
@@ -273,9 +273,13 @@ class Plan:
         """Query rows of the partial outputs."""
         self.beside: Plan | None = None
         """The plan of tokens that several rows share."""
+        panels, programs = self.launches.batch * self.launches.heads, architecture(query.device)[1] * fused.SUMS.programs
+        tiles = -(-region * panels // (programs * fused.SUMS.tile))
+        self.span = min(max(tiles, 1) * fused.SUMS.tile, fused.MOST_SPAN)
+        """Tokens of a program that sums weights."""
+        self.sum_grid = sum(-(-n // self.span) for n in zones), panels, 1
         self.held = self._hold()
         self.reduce = self.launches.reduce(0)
-        self.sum_grid = sum(-(-n // fused.SUM_SPAN) for n in zones), self.launches.batch * self.launches.heads, 1
 
     def _laid_out(self, query: Tensor) -> Tensor:
         whole = self.kind.use.whole is not None
@@ -311,7 +315,7 @@ class Plan:
             skip=self.skip, items=empty if self.items is None else self.items, firsts=empty if of_rows is None else of_rows.firsts,
             shares=empty if of_rows is None or of_rows.shares is None else of_rows.shares, splits=self.splits, before=self.entries,
             branches=branches, shared_splits=0 if beside is None else beside.splits,
-            shared_blocks=0 if beside is None else beside.launches.blocks,
+            shared_blocks=0 if beside is None else beside.launches.blocks, span=self.span,
         )  # fmt: skip
 
     def join(self, beside: Plan, branches: int) -> Plan:

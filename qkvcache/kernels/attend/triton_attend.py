@@ -596,7 +596,7 @@ def attend_kernel(
         length = tl.load(chosen[1] + bh)
         blocks = chosen[0] + (b * table_b + h * table_h)
         first = tl.load(blocks, mask=length > 0, other=0)
-        first_token = tl.where(first == first_token // BLOCK, first_token % BLOCK, 0)
+        first_token = tl.where(first == first_token // BLOCK, first_token - first_token // BLOCK * BLOCK, 0)
     if MASK == "row":
         mask += b * mask_b
     visible = mask, b * mask_b + head * mask_h + number * mask_q, mask_t, total - queries + number

@@ -52,19 +52,20 @@ def _exact_scores(
 @triton.jit(
     do_not_specialize=[
         "scaling", "n_sinks", "n_quantized", "n_residual", "heads", "queries", "table_b", "table_h", "rows_b", "lengths_b", "lengths_h",
-        "mask_b", "mask_h", "mask_q", "mask_t",
+        "span", "mask_b", "mask_h", "mask_q", "mask_t",
     ]
 )  # fmt: skip
 def sum_keys_kernel(
     query, region_query, rotation, table, rows, lengths, k_planes, exact, mask, lse, observed, sums,
     query_strides, table_b, table_h, rows_b, lengths_b, lengths_h, mean_strides, mask_b, mask_h, mask_q, mask_t,
-    scaling, n_sinks, n_quantized, n_residual, heads, queries,
-    KEYS: tl.constexpr, PAGES: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr, TILES: tl.constexpr,
+    scaling, n_sinks, n_quantized, n_residual, span, heads, queries,
+    KEYS: tl.constexpr, PAGES: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
-    """Sums softmax weights over the query heads of a group, and over queries. Grid (groups of TILES tiles of T slots: of the quantized
-    tokens, then of the sinks, then of the residual; B * H).
+    """Sums softmax weights over the query heads of a group, and over queries. Grid (spans of slots: of the quantized tokens, then
+    of the sinks, then of the residual; B * H).
 
+    span      slots of a program, a multiple of T
     lse       fp32 [B, H * G, queries], contiguous: logs of the normalisers, to base e
     observed  fp32 or bool [B, queries], contiguous: how often each query counts
     sums      fp32 [B, H, n_sinks + n_quantized + n_residual], contiguous: sinks, quantized tokens, residual; 0 for a slot without a token
@@ -78,7 +79,6 @@ def sum_keys_kernel(
     TURN: tl.constexpr = KEYS.turn
     PAGE: tl.constexpr = PAGES[0]
     BASE: tl.constexpr = PAGES[1]
-    SPAN: tl.constexpr = T * TILES
     part = tl.program_id(0)
     bh = tl.program_id(1)
     b = (bh // heads).to(tl.int64)
@@ -96,8 +96,8 @@ def sum_keys_kernel(
         oldest_slot = tl.load(rows + RING_START)
     shift = row_sinks - first_token  # from places among the quantized tokens to columns
     total = tl.maximum(length, first_token) + shift + in_ring
-    of_region = tl.cdiv(n_quantized, SPAN)
-    of_sinks = tl.cdiv(n_sinks, SPAN)
+    of_region = tl.cdiv(n_quantized, span)
+    of_sinks = tl.cdiv(n_sinks, span)
     t = tl.arange(0, T)
     if MASK == "row":
         mask += b * mask_b
@@ -122,9 +122,9 @@ def sum_keys_kernel(
                 mean += b * mean_strides[0] + h * mean_strides[1]
             q = query_planes(K, KW, KT, D, TURN, ARCH, SOFTCAP, region_query, q_rows, live, rotation, mean, scaling)
             planes = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), K_STRIDES, b, h)
-            low = tl.multiple_of(part * SPAN, T)
+            low = tl.multiple_of(part * span, T)
             pages = table + (b * table_b + h * table_h)
-            high = tl.minimum(low + SPAN, n_quantized)
+            high = tl.minimum(low + span, n_quantized)
             stored = tl.minimum(tl.maximum(tl.cdiv(length, T) * T, low), high)
             page = entry_of(pages, low, low < length, PAGE, BASE)
             for token in range(low, stored, T):
@@ -151,9 +151,9 @@ def sum_keys_kernel(
             x_query = tl.load(query + q_rows[None, :] + d[:, None], mask=(d < D)[:, None] & live[None, :], other=0.0)
             scale = scaling * (LOG2E if SOFTCAP is None else 1.0)
             is_sink = part < of_region + of_sinks
-            low = (part - of_region - tl.where(is_sink, 0, of_sinks)) * SPAN
+            low = (part - of_region - tl.where(is_sink, 0, of_sinks)) * span
             zone = tl.where(is_sink, n_sinks, n_residual)
-            for slot in tl.range(low, tl.minimum(low + SPAN, zone), T, num_stages=1):
+            for slot in tl.range(low, tl.minimum(low + span, zone), T, num_stages=1):
                 place = slot + t
                 if is_sink:
                     keys = exact[0] + sink_row * exact[4] + h * exact[5]
