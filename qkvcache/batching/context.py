@@ -154,7 +154,10 @@ def continuous_batching(
         )
     chosen = check_format(resolved, head_dim_of(model.config.get_text_config(decoder=True)))
     if isinstance(statistics, str | Path):
-        statistics = Statistics.load(statistics, chosen)
+        try:
+            statistics = Statistics.load(statistics, chosen)
+        except OSError as error:
+            raise ValueError(f"statistics={str(statistics)!r} cannot be read: {error}") from error
     elif statistics is None:
         statistics = Statistics(chosen)
     elif not isinstance(statistics, Statistics):

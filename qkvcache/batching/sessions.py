@@ -8,7 +8,6 @@ pool (`CompressedPagedCache`).
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -117,7 +116,7 @@ class Sessions:
         self.names.pop(request_id, None)
 
     def _fetch(self, fetch: Fetch) -> None:
-        now = time.time_ns()
+        now = self.pages.now()
         fetch.names = self.pages.names(fetch.tokens[:-1])
         fetch.first = self._in_pool(fetch.tokens)
         stored = [self.pages.touch(name, now, index) for index, name in enumerate(fetch.names)]
@@ -146,7 +145,7 @@ class Sessions:
             self._copies.result()
 
     def _copy(self, request_id: str, tokens: list[int], blocks: Sequence[int], first: int) -> None:
-        now = time.time_ns()
+        now = self.pages.now()
         try:
             self._begun()  # the first step has set the statistics
             names = self.pages.names(tokens, self.names.get(request_id, ()))

@@ -8,6 +8,7 @@ at the same time.
 from __future__ import annotations
 
 import hashlib
+import time
 from array import array
 from collections.abc import Sequence
 from itertools import takewhile
@@ -61,10 +62,14 @@ class StoredPages:
             names.append(hashlib.blake2b((names[-1] if names else root) + part, digest_size=16).digest())
         return names
 
+    def now(self) -> int:
+        """The time of the directory's file system, else of the system, in nanoseconds."""
+        return time.time_ns() if self._disk is None else self._disk.now_ns()
+
     def touch(self, name: bytes, now: int, index: int) -> bool:
         """Marks page number `index` of a prompt as used at `now` in nanoseconds. Returns whether it is stored."""
         self.memory.trim()
-        on_disk = self._disk is not None and self._disk.touch(self._file(name), now - LATER_NS * index)
+        on_disk = self._disk is not None and self._disk.touch(self._file(name), now, now - LATER_NS * index)
         return self.memory.use(name) is not None or on_disk
 
     def pin(self, tokens: Sequence[int], pinned: bool = True) -> int:
@@ -104,7 +109,7 @@ class StoredPages:
         if self._disk is None:
             return "the store has no directory"
         reason = self._disk.write_page(self._file(name), page, f"page {index} in {self.format}", self.size)
-        self._disk.touch(self._file(name), now - LATER_NS * index)
+        self._disk.touch(self._file(name), now, now - LATER_NS * index)
         return reason
 
     def _file(self, name: bytes) -> str:

@@ -1,9 +1,12 @@
 """Pages of continuous batching in a store's memory and directory."""
 
+import errno
 import multiprocessing
 import os
+import resource
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -165,3 +168,78 @@ def test_killing_a_writer_loses_no_page_that_was_written(tmp_path, kills):
         acknowledged += last + 1
     assert acknowledged >= kills
     assert all(disk.read_header(path).checked() for path in tmp_path.glob("*.safetensors"))
+
+
+UNREADABLE = (errno.EIO, errno.EMFILE, errno.EACCES, errno.ESTALE, errno.ENOMEM)
+
+
+@pytest.mark.parametrize("code", UNREADABLE, ids=errno.errorcode.get)
+def test_a_page_that_cannot_be_read_stays(tmp_path, monkeypatch, code):
+    """Only a page that was read and is damaged is removed. Later, it is there."""
+    kept = pages(tmp_path)
+    names = kept.names(TOKENS)
+    write(kept, names)
+    files, again = set(tmp_path.iterdir()), pages(tmp_path)
+
+    def fails(path, *args, open=os.open):
+        if names[4].hex() in str(path):
+            raise OSError(code, os.strerror(code))
+        return open(path, *args)
+
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match=f"stays, and cannot be read: .*{os.strerror(code)}"):
+        patch.setattr(os, "open", fails)
+        assert held(again, names) == [True] * 4 + [False] + [True] * 5
+    assert set(tmp_path.iterdir()) == files and held(again, names) == [True] * 10
+
+
+def test_pages_stay_when_no_file_can_be_opened(tmp_path):
+    """As by another client's idle connections."""
+    kept = pages(tmp_path)
+    names, (_, most) = kept.names(TOKENS), resource.getrlimit(resource.RLIMIT_NOFILE)
+    write(kept, names)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), most))
+    taken = []
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        with pytest.warns(UserWarning, match="Too many open files"):
+            assert not any(held(pages(tmp_path), names))
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    assert held(pages(tmp_path), names) == [True] * 10
+
+
+def test_what_is_no_file_is_refused_and_stays(tmp_path):
+    """A FIFO would be waited for, for ever."""
+    kept = pages(tmp_path)
+    names = kept.names(TOKENS)
+    write(kept, names)
+    for name, make in zip(names[:3], (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)), strict=True):
+        (tmp_path / kept._file(name)).unlink()
+        make(tmp_path / kept._file(name))
+    with pytest.warns(UserWarning, match="it is no regular file"):
+        assert held(pages(tmp_path), names) == [False] * 3 + [True] * 7
+    assert all((tmp_path / kept._file(name)).exists() for name in names)
+
+
+def test_the_directory_is_for_one_user(tmp_path):
+    pages(tmp_path / "parent" / "made")
+    assert (tmp_path / "parent" / "made").stat().st_mode & 0o777 == 0o700
+
+
+def test_ages_are_by_the_clock_of_the_file_system(tmp_path, monkeypatch):
+    """The clock of this host is 400 days ahead: no page is too old, nor is the folder of a running writer."""
+    kept = pages(tmp_path, time_to_live=60)
+    names = kept.names(TOKENS)
+    write(kept, names)
+    (tmp_path / "other.writing").mkdir()
+    ahead = time.time() + 400 * 86400
+    monkeypatch.setattr(time, "time", lambda: ahead)
+    monkeypatch.setattr(time, "time_ns", lambda: int(ahead * 1e9))
+    again = pages(tmp_path, time_to_live=60)
+    now = again.now()
+    assert [again.touch(name, now, index) for index, name in enumerate(names)] == [True] * 10
+    assert held(again, names) == [True] * 10 and (tmp_path / "other.writing").exists()
