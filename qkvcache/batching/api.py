@@ -66,10 +66,12 @@ class Front:
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         try:
-            body = await Request(scope, receive).body()
+            request = Request(scope, receive)
+            body = await request.body()
             if self.server.stopping:
                 raise stopping()
-            exchange = Exchange(self.server, self.handler, self.fields.of(body))
+            fields = self.fields.of(body)
+            exchange = Exchange(self.server, self.handler, fields, self.server.sharing(request, fields))
         except (Refusal, ClientDisconnect) as error:
             self.server.observed.add("refused")
             await answer_of(error)(scope, receive, send)
@@ -80,8 +82,9 @@ class Front:
 class Exchange:
     """A request and its answers."""
 
-    def __init__(self, server: Any, handler: Any, fields: Any):
+    def __init__(self, server: Any, handler: Any, fields: Any, sharing: dict[str, Any]):
         self.server, self.handler, self.fields, self.loop = server, handler, fields, asyncio.get_running_loop()
+        self.sharing = sharing
         server.check(fields)
         self.events: asyncio.Queue[tuple[Choice, str | None | Refusal]] = asyncio.Queue()
         """A choice with a part of its answer, or None at its end; or any choice with what ends the request."""
@@ -89,7 +92,7 @@ class Exchange:
         self.choices = [Choice(self._asked(i), fields.stop, i) for i in range(fields.n)]
 
     def _asked(self, index: int) -> Asked:
-        options = self.fields.model_dump(include=BY_BATCH - {"stop"}, exclude_unset=True)
+        options = self.fields.model_dump(include=BY_BATCH - {"stop"}, exclude_unset=True) | self.sharing
         if "seed" in options:
             options["seed"] += index
         if self.fields.stop:
@@ -137,7 +140,9 @@ class Exchange:
 
     async def _handle(self, choice: Choice) -> None:
         """Runs the handler of transformers for a choice."""
-        handled = {"n", "stream_options", "user", "metadata"} | (BY_BATCH if self.server.options_by_batch else set())
+        handled = {"n", "stream_options", "cache_salt", "prompt_cache_key", "user", "metadata"} | (
+            BY_BATCH if self.server.options_by_batch else set()
+        )
         body = self.fields.model_dump(exclude=handled, exclude_unset=True) | {"stream": self.fields.stream}
         try:
             answer = await self.handler.handle_request(body, choice.asked.request_id)

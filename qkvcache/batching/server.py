@@ -32,7 +32,7 @@ from . import api
 from .context import Batching, continuous_batching
 from .fields import UNSUPPORTED, Chat, Completion, Fields, Refusal, Response
 from .metrics import Metrics, Observed, prometheus
-from .requests import ASKED, Asked, check_prompt
+from .requests import ASKED, SHARE_PREFIXES, Asked, check_prompt, session_of, sharing
 
 TEXTS = "text", "input_text", "output_text"
 """Types of the message parts that a language model reads."""
@@ -53,6 +53,8 @@ class Server(Serve):
         store: a folder in which pages survive the server (`continuous_batching(store=)`); None: they end with it.
         store_bytes: the most bytes of the folder. A tenth of them is the most bytes of pages in host memory.
         store_time_to_live: seconds after their last use for which pages are kept in the folder and in host memory; None: for ever.
+        share_prefixes: whose prompts share pages: "key", those with the same API key, of all clients where there is none; "all"; or "none",
+            which reads each prompt anew.
         options: those of `transformers.cli.serve.Serve`, such as `port`, `device`, `dtype`, `cb_max_memory_percent`.
             Continuous batching is on unless `continuous_batching=False`: requests then run one after the other.
 
@@ -72,9 +74,14 @@ class Server(Serve):
         store: str | Path | None = None,
         store_bytes: int = 50 * 10**9,
         store_time_to_live: float | None = None,
+        share_prefixes: str = "key",
         continuous_batching: bool = True,
         **options,
     ):
+        if share_prefixes not in SHARE_PREFIXES:
+            raise ValueError(f"share_prefixes={share_prefixes!r}: expected one of {', '.join(SHARE_PREFIXES)}")
+        if store is not None and share_prefixes == "none":
+            raise ValueError("share_prefixes='none' with a store, in which no prompt would look for pages: leave one of them out")
         if store is not None and not continuous_batching:
             raise ValueError(f"store={str(store)!r} without continuous batching, which it holds the pages of: leave one of them out")
         self.batching: Batching | None = None
@@ -83,7 +90,7 @@ class Server(Serve):
         """The running requests."""
         self.observed = Observed()
         self.stopping = self._died = False
-        self.options_by_batch = continuous_batching
+        self.options_by_batch, self._share_prefixes = continuous_batching, share_prefixes
         self._name, self._cache, self._interval, self._grace = name, cache, metrics_interval, grace_seconds
         self._store: dict[str, Any] = {
             "directory": store, "max_bytes": store_bytes // 10, "max_disk_bytes": store_bytes, "time_to_live": store_time_to_live,
@@ -172,6 +179,11 @@ class Server(Serve):
         if self._modality == Modality.LLM and not all(texts):
             raise Refusal("messages have parts other than text, which the model does not read", "messages")
 
+    def sharing(self, request: Request, fields: Fields) -> dict[str, Any]:
+        """The options of a request that say with whom it shares pages, and of which session it is."""
+        session = request.headers.get("x-session-id") or fields.prompt_cache_key
+        return sharing(self._share_prefixes, _tenant(request), fields.cache_salt, session)
+
     def cancel(self, asked: Asked) -> None:
         """Ends a request whose client has left."""
         if self.batching is not None and self.batching.manager is not None and asked.admitted:
@@ -199,6 +211,7 @@ class Server(Serve):
             if self.options_by_batch:
                 config = state._cb_config = state._cb_config or ContinuousBatchingConfig()
                 config.per_request_processors = True
+                config.allow_block_sharing = config.allow_block_sharing and self._share_prefixes != "none"
                 config.default_compile_level = config.default_compile_level or int(state._compile)
                 # Uses the model's own generation config: transformers would use the first request's for all.
                 state.get_manager(name, use_cb=True).init_cb(model, copy.deepcopy(model.generation_config))
@@ -218,6 +231,13 @@ class Server(Serve):
                 raise api.stopping()
             return JSONResponse({"status": "ok" if self.alive else "unhealthy"}, 200 if self.alive else 503)
 
+        async def session(request: Request) -> JSONResponse:
+            name = request.path_params["session"]
+            if self.batching is None or self.batching.manager is None:
+                raise Refusal("sessions need continuous batching", status=404)
+            call = self.batching.manager.release if request.method == "DELETE" else self.batching.manager.prefetch
+            return JSONResponse({"session": name, "pages": call(session_of(_tenant(request), name))})
+
         async def missing(request: Request) -> None:
             raise Refusal(f"{request.url.path} is not served with continuous batching", status=404)
 
@@ -231,6 +251,7 @@ class Server(Serve):
             Route("/v1/completions", api.Front(self, completions, Completion), methods=["POST"]),
             Route("/v1/chat/completions", api.Front(self, chats, Chat), methods=["POST"]),
             Route("/v1/responses", api.Front(self, responses, Response), methods=["POST"]),
+            Route("/v1/sessions/{session}", session, methods=["POST", "DELETE"]),
         ]
         if self.options_by_batch:  # these call the model themselves
             routes += [Route(path, missing, methods=["POST"]) for path in ("/v1/systemone", "/v1/audio/transcriptions")]
@@ -261,6 +282,11 @@ class Server(Serve):
                     earlier = before.tokens_generated if before and before.tokens_generated <= found.tokens_generated else 0
                     console.print(line(found, (found.tokens_generated - earlier) / (now - printed)), highlight=False)
                 printed, before = now, found
+
+
+def _tenant(request: Request) -> str | None:
+    """Who sends a request, by its API key; None: anybody."""
+    return getattr(request.state, "tenant", None)
 
 
 class Sequential(GenerateManager):

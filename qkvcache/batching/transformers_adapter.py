@@ -11,6 +11,7 @@ import copy
 import inspect
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain, islice, takewhile
@@ -30,9 +31,10 @@ from ..formats import Format
 from ..kernels import AttentionBudget
 from ..kernels.attend_chunked import CHUNK_BYTES
 from ..prefix import PrefixStore
-from ..prefix.pages import StoredPages
+from ..prefix.pages import StoredPages, links
 from ..releases import LAST_TESTED, warn_if_newer
 from .attention import NAME, NewKV, paged_attention
+from .branches import Branches
 from .layout import PAGE_ALIGNMENT, BlockLayout
 from .metrics import Metrics
 from .requests import ASKED, Asked, StopStrings, check_prompt
@@ -181,9 +183,13 @@ class CompressedAllocator(FullAttentionCacheAllocator):
     transformers. A page has the bytes of `storage.PageLayout`, and kernels read it as they read those of `storage.PagePool`.
     """
 
+    ledger: Any
+
     def __init__(self, group: LayerGroup, index: int, allow_block_sharing: bool):
         self.group = group
         window = group.layout.window
+        self.salts: dict[str, bytes] = {}
+        """The salts of requests that share blocks with some others alone."""
         self.supports_block_sharing = window is None
         self.most_tokens = sys.maxsize if window is None else window
         self._before_cache_tensor_init(
@@ -199,11 +205,43 @@ class CompressedAllocator(FullAttentionCacheAllocator):
         self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
         self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
         self.write_trash_index = 0  # sector 0 holds no request
+        self.ledger.cached_blocks = OrderedDict()
         self.group.bind(cache_tensor)
 
     def _compute_blocks_needed(self, allocated_blocks: int, past_length: int, query_length: int) -> int:
         tokens = min(past_length + query_length, self.most_tokens)
         return super()._compute_blocks_needed(allocated_blocks, 0, tokens)
+
+    # A block has the link of its page as its hash, in place of the 64 bits of transformers, with which two prompts can be made to collide.
+
+    def find(self, found: Sequence[bytes]) -> list[int]:
+        """The blocks of the first of these links that have one."""
+        known = self.ledger.hash_to_block
+        return [known[link] for link in takewhile(known.__contains__, found)]
+
+    def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
+        """Names complete blocks. One that another request has, too, is exchanged for the other's."""
+        table, ledger = self.block_table[request_id], self.ledger
+        known = [ledger.block_to_hash[block] for block in takewhile(ledger.block_to_hash.__contains__, table)]
+        tokens = token_ids[: (len(known) + new_new_blocks) * self.tokens_per_page]
+        every = links(tokens, self.tokens_per_page, self.salts.get(request_id, b""), known)
+        for index in range(len(known), len(every)):
+            same = ledger.register_new_hash(table[index], every[index])
+            if same is not None:
+                ledger.acquire(same)
+                if ledger.release(table[index]):
+                    self.pool.free_blocks(self.index, [table[index]])
+                table[index] = same
+
+    def is_read(self, link: bytes) -> bool:
+        """Whether a request has the block of this link."""
+        block = self.ledger.hash_to_block.get(link)
+        return block is not None and block not in self.ledger.cached_blocks
+
+    def demote(self, dead: Sequence[bytes]) -> None:
+        """Makes the cached blocks of these links the first to go, the last ones before the others."""
+        for block in filter(self.ledger.cached_blocks.__contains__, map(self.ledger.hash_to_block.get, dead)):
+            self.ledger.cached_blocks.move_to_end(block, last=False)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Frees the blocks of a request, the last ones first: more requests share its first ones, which are evicted last."""
@@ -299,13 +337,16 @@ class CompressedPagedCache(PagedAttentionCache):
         self.stream: Any = None
         """The stream that steps run on."""
         self.sessions: Sessions | None = None
+        self.branches, self.released = Branches(), set[str]()
+        """The pages of sessions, and the sessions to be released before the next step."""
+        self._session: dict[str, str] = {}
+        """The session of each request that has one."""
         self._stored: dict[str, int] = {}
         """The number of pages of each request that were found or stored."""
+        self._of_requests: tuple[dict[str, Any], ...] = (self._stored, self._session, self.allocators[0].salts)
         if pages is not None:
             (held,) = self.allocators
-            self.sessions = Sessions(
-                pages, statistics, held._copy_view, counters, lambda tokens: len(held.match_prefix_blocks(tokens)), wake
-            )
+            self.sessions = Sessions(pages, statistics, held._copy_view, counters, lambda found: len(held.find(found)), wake)
 
     def _stored_pages(
         self, store: PrefixStore, text: str, page_size: int, statistics: Statistics, helper: DistributedHelper
@@ -383,19 +424,41 @@ class CompressedPagedCache(PagedAttentionCache):
         """The tokens of a prompt that blocks are searched for: not the last ones, which are computed again, so that the ring has them."""
         return prompt_ids[: max(len(prompt_ids) - self.store.rings.slots + 1, 0)]
 
-    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """Finds cached blocks as transformers does, among them the pages that were fetched for the request."""
-        tokens = self.matched(prompt_ids)
-        if self.sessions is not None:
-            self._place(self.sessions, request_id, tokens)
-        found = super().search_prefix_match(request_id, tokens)
-        self._stored[request_id] = found // self.allocators[0].tokens_per_page
-        return found
+    def expect(self, state: Request) -> None:
+        """A request waits, for the pages of its salt and session."""
+        if state.salt:
+            self.allocators[0].salts[state.request_id] = state.salt
+        if state.session is not None:
+            self._session[state.request_id] = state.session
+        if self.sessions is not None and not state.is_cpu_offloaded:
+            self.sessions.expect(state.request_id, self.matched(state.initial_tokens), state.salt)
 
-    def _place(self, sessions: Sessions, request_id: str, tokens: list[int]) -> None:
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """Finds cached blocks as transformers does, but by their links, among them the pages that were fetched for the request."""
+        if not self.use_prefix_sharing:
+            return 0
+        (held,), tokens = self.allocators, self.matched(prompt_ids)[:-1]
+        salt = held.salts.get(request_id, b"")
+        found = links(tokens, held.tokens_per_page, salt)
+        if self.sessions is not None:
+            self._place(self.sessions, request_id, found, tokens, salt)
+        blocks = held.find(found)
+        if blocks:
+            held.acquire_prefix_blocks(request_id, len(blocks) * held.tokens_per_page, blocks)
+        if session := self._session.get(request_id):
+            self._demote(self.branches.turn(session, found, held.is_read))
+        self._stored[request_id] = len(blocks)
+        return len(blocks) * held.tokens_per_page
+
+    def _demote(self, dead: list[bytes]) -> None:
+        self.allocators[0].demote(dead)
+        if self.sessions is not None:
+            self.sessions.demote(dead)
+
+    def _place(self, sessions: Sessions, request_id: str, prompt: list[bytes], tokens: list[int], salt: bytes) -> None:
         """Copies the fetched pages of a request into blocks, as those of a request that has ended."""
         (held,) = self.allocators
-        found = held.match_prefix_blocks(tokens)
+        found = held.find(prompt)
         held.acquire_prefix_blocks(FETCHED, len(found) * held.tokens_per_page, found)
         if fetch := sessions.take(request_id, held.room - 1):
             state = RequestState(FETCHED, tokens, position_offset=len(found) * held.tokens_per_page)
@@ -404,6 +467,7 @@ class CompressedPagedCache(PagedAttentionCache):
                 with stream_context(self.stream):
                     for block, page in zip(held.block_table[FETCHED][len(found) :], pages, strict=True):
                         held._copy_view[block].copy_(page.to(held._copy_view.device, copy=False).tensors["page"])
+                held.salts[FETCHED] = salt
                 held.mark_complete_blocks(FETCHED, tokens, len(pages))
         held.free_blocks(FETCHED)
 
@@ -426,13 +490,18 @@ class CompressedPagedCache(PagedAttentionCache):
             return
         if held.room < count and self.sessions is not None:
             self.sessions.settle()
-            self.release_copied()
+            self._release_copied()
         missing = count - (held.room - len(held.ledger.cached_blocks))
         if 0 < missing <= len(held.ledger.cached_blocks):
             held.evict(missing)
 
-    def release_copied(self) -> None:
-        """Releases the blocks that were copied to the host."""
+    def release(self) -> None:
+        """Releases the sessions that are to be released, and the blocks that were copied to the host."""
+        while self.released:
+            self._demote(self.branches.release(self.released.pop()))
+        self._release_copied()
+
+    def _release_copied(self) -> None:
         while self.sessions is not None and self.sessions.copied:
             (held,), block = self.allocators, self.sessions.copied.popleft()
             if held.ledger.release(block):
@@ -452,9 +521,9 @@ class CompressedPagedCache(PagedAttentionCache):
         forked = super().prepare_fork_request(src_state, dst_req_ids, copy_src_and_dst)
         for request_id in forked:
             self.store.fork(src_state.request_id, request_id)
-            if self.sessions is not None:
-                self._stored[request_id] = self._stored.get(src_state.request_id, 0)
-                self.sessions.names[request_id] = self.sessions.names.get(src_state.request_id, [])
+            for of_request in self._of_requests:
+                if src_state.request_id in of_request:
+                    of_request[request_id] = of_request[src_state.request_id]
         return forked
 
     def perform_cache_copy(self, copy_src_and_dst: dict[str, tuple[list[int], list[int]]]) -> None:
@@ -465,14 +534,15 @@ class CompressedPagedCache(PagedAttentionCache):
         self.counters.preemptions += no_cache  # only offloading needs it
         super().free_blocks(request_id, no_cache)
         self.store.rings.release(request_id)
-        self._stored.pop(request_id, None)
+        for of_request in self._of_requests:
+            of_request.pop(request_id, None)
         if self.sessions is not None:
             self.sessions.drop(request_id)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         if self.sessions is not None:
             self.sessions.settle()
-            self.release_copied()
+            self._release_copied()
         super().free_all_requests(clear_ledgers)
         for request_id in list(self.store.rings.by_request):
             self.store.rings.release(request_id)
@@ -486,18 +556,21 @@ class CompressedPagedCache(PagedAttentionCache):
                 tokens = state.initial_tokens + state.generated_tokens
                 self.cache_allocators[name].mark_complete_blocks(state.request_id, tokens, count)
             self.store.forget(state.request_id)  # its blocks were exchanged for others with the same tokens
-            if self.sessions is not None:
-                self._store(self.sessions, state)
+            self._completed(state.request_id)
 
-    def _store(self, sessions: Sessions, state: RequestState) -> None:
+    def _completed(self, request_id: str) -> None:
         """Stores the pages of a request that were completed. Its blocks stay until they are copied."""
-        (held,), first = self.allocators, self._stored.get(state.request_id, 0)
-        blocks = list(takewhile(held.ledger.block_to_hash.__contains__, held.block_table[state.request_id]))
-        self._stored[state.request_id] = len(blocks)
-        for block in blocks[first:]:
-            held.ledger.acquire(block)
-        tokens = (state.initial_tokens + state.generated_tokens)[: len(blocks) * held.tokens_per_page]
-        sessions.store(state.request_id, tokens, blocks[first:], first)
+        held, first = self.allocators[0], self._stored.get(request_id, 0)
+        known = held.ledger.block_to_hash
+        blocks = list(takewhile(known.__contains__, held.block_table[request_id]))[first:]
+        found = [known[block] for block in blocks]
+        self._stored[request_id] = first + len(blocks)
+        if session := self._session.get(request_id):
+            self.branches.add(session, found)
+        if self.sessions is not None:
+            for block in blocks:
+                held.ledger.acquire(block)
+            self.sessions.store(found, blocks, first)
 
 
 # Requests and their tokens.
@@ -507,6 +580,8 @@ class Request(RequestState):
     """A request that can end at strings and knows how many tokens of its prompt were already in pages."""
 
     stop: StopStrings | None = None
+    salt = b""
+    session: str | None = None
     asked: Asked | None = None
     cached_tokens: int | None = None
     """The number of cached tokens of its prompt; None until the prompt is read."""
@@ -532,7 +607,8 @@ class Request(RequestState):
     def create_equivalent_initial_request(self) -> Request:
         state: Any = super().create_equivalent_initial_request()
         state.__class__ = Request
-        state.stop, state.asked, state.cached_tokens = self.stop, self.asked, self.cached_tokens
+        for name in ("stop", "salt", "session", "asked", "cached_tokens"):
+            setattr(state, name, getattr(self, name))
         return state
 
 
@@ -542,10 +618,9 @@ class Requests:
     forget: Callable[[str], None]
     cache: CompressedPagedCache
 
-    def add_waiting_request(self, state: RequestState) -> None:
+    def add_waiting_request(self, state: Request) -> None:
         super().add_waiting_request(state)  # type: ignore[misc]
-        if self.cache.sessions is not None and not state.is_cpu_offloaded:
-            self.cache.sessions.expect(state.request_id, self.cache.matched(state.initial_tokens))
+        self.cache.expect(state)
 
     def _get_waiting_candidates(self) -> list[RequestState]:
         """The waiting requests whose stored pages have been fetched."""
@@ -677,7 +752,7 @@ class CompressedProcessor(ContinuousBatchProcessor):
             self.do_sample = self.model_runner.do_sample = False  # the logits processors draw the tokens
 
     def prepare_next_batch(self) -> bool:
-        self.cache.release_copied()
+        self.cache.release()
         while True:
             try:
                 return super().prepare_next_batch()
@@ -794,8 +869,9 @@ class CompressedManager(ContinuousBatchingManager):
         """Adds a request. Its answer ends at the model's last position at the latest.
 
         Args:
-            options: `stop`, the `StopStrings` that end the answer, which includes their tokens; and `temperature`, `top_p` and `seed` of
-                this request, if the config has `per_request_processors`.
+            options: `stop`, the `StopStrings` that end the answer, which includes their tokens; `temperature`, `top_p` and `seed` of
+                this request, if the config has `per_request_processors`; `salt`, bytes: the request shares pages with those of the same
+                salt alone; and `session`, a name: pages of its earlier requests with which the prompt does not begin are the first to go.
 
         Raises:
             ValueError, TypeError: a prompt that `check_prompt` refuses, or options that the manager does not have; nothing is added.
@@ -815,8 +891,10 @@ class CompressedManager(ContinuousBatchingManager):
             self._issued.discard(request_id)
         else:
             self._check_unused(request_id)
-        stop = options.pop("stop", None)
+        stop, salt, session = options.pop("stop", None), options.pop("salt", b""), options.pop("session", None)
         try:
+            if not isinstance(salt, bytes) or not isinstance(session, str | None):
+                raise TypeError(f"salt={salt!r:.60}, session={session!r:.60}: expected bytes, and a string or None")
             wanted = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
             tokens, most = check_prompt(self.model.config, input_ids, wanted)
             if isinstance(self.logit_processor, Sampling):
@@ -839,7 +917,7 @@ class CompressedManager(ContinuousBatchingManager):
             streaming=streaming,
             logit_processor_kwargs=options,
         )
-        state.stop, state.asked = stop, asked
+        state.stop, state.asked, state.salt, state.session = stop, asked, salt, session
         if asked is not None:
             asked.admitted, asked.max_new_tokens = True, most
         self.input_queue.put(state, timeout=10)
@@ -862,6 +940,22 @@ class CompressedManager(ContinuousBatchingManager):
             except MemoryError as error:
                 self.output_router.fail_and_deliver(Request(name, list(ids)), error)
         return names
+
+    def release(self, session: str) -> int:
+        """Ends a session of `add_request`: its pages are the first to go, in the pool and in the store. Returns their number."""
+        cache = self._pool()
+        if count := len(cache.branches.pages(session)):
+            cache.released.add(session)
+        return count
+
+    def prefetch(self, session: str) -> int:
+        """Reads the stored pages of a session into host memory, where its next turn finds them at once. Returns before they are there;
+        the number of the session's pages, or 0 without a store."""
+        cache = self._pool()
+        found = cache.branches.pages(session) if cache.sessions is not None else []
+        if found:
+            cache.sessions.prefetch(found)  # type: ignore[union-attr]
+        return len(found)
 
     def _check_unused(self, request_id: str) -> None:
         """Raises ValueError if a request that has not ended has this id: both would read and write the same pages."""

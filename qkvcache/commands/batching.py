@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -37,6 +37,10 @@ def serve(
     store_time_to_live: Annotated[
         float | None, typer.Option(help="Seconds after their last use for which pages are kept in the folder; for ever by default.", min=1)
     ] = None,
+    share_prefixes: Annotated[
+        Literal["all", "key", "none"],
+        typer.Option(help="Whose prompts share pages: those with the same API key (all, where there is none), all, or none."),
+    ] = "key",
     grace_seconds: Annotated[float, typer.Option(help="Seconds that running requests have after SIGTERM or Ctrl-C.", min=0)] = 20.0,
 ) -> None:
     """Serve a model behind transformers' OpenAI-compatible server, with a compressed cache.
@@ -54,6 +58,7 @@ def serve(
         cache |= {"attention_budget": budget_of(attention_budget, "--attention-budget"), "offload_pages": offload_pages}
         size = int(bytes_of(store_bytes, "--store-bytes") or 0)
         stored: dict[str, Any] = {"store": store, "store_bytes": size, "store_time_to_live": store_time_to_live}
+        stored["share_prefixes"] = share_prefixes
         server = Server(model, cache, metrics_interval=metrics_interval, grace_seconds=grace_seconds, **stored, **options)
     server.run()
 

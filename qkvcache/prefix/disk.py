@@ -262,6 +262,11 @@ class DiskStore:
             os.utime(path, ns=(used_ns, used_ns))
         return True
 
+    def demote(self, name: str) -> None:
+        """Makes a file the first to go, unless it is pinned."""
+        with suppress(OSError):
+            os.utime(self.directory / name, (0, 0))
+
     def _too_old(self, stat: os.stat_result, now_ns: int) -> bool:
         return self.time_to_live is not None and stat.st_mtime_ns < now_ns - self.time_to_live * 10**9
 
@@ -289,8 +294,8 @@ class DiskStore:
         return self._write(name, {PAGE: page}, self.max_bytes // 32, text=text, tokens=tokens, whole=False)
 
     def read(self, key: bytes, tokens: int, copy: Copy | None, template: CacheTemplate) -> Iterator[Snapshot]:
-        """The first `tokens` tokens of an entry of `template`, layer by layer, as `read` returns them. Raises Damaged if the file is damaged,
-        was removed or cannot be read; the entry is then not used again, in the last case until the next `scan`."""
+        """The first `tokens` tokens of an entry of `template`, layer by layer, as `read` returns them. Raises Damaged if the file is
+        damaged, was removed or cannot be read; the entry is then not used again, in the last case until the next `scan`."""
         name = file_name(key)
         file: File = self._files[name]  # type: ignore[assignment]
         try:

@@ -304,6 +304,12 @@ class MemoryStore:
         with self._lock:
             (self.pinned.add if pinned else self.pinned.discard)(key)
 
+    def demote(self, keys: Sequence[bytes]) -> None:
+        """Makes items the first to go, the last of `keys` before the others."""
+        with self._lock:
+            first = {key: (self._items[key][0], 0.0) for key in reversed(keys) if key in self._items}
+            self._items = first | {key: item for key, item in self._items.items() if key not in first}
+
     def trim(self, max_bytes: int | None = None) -> None:
         """Evicts items that are too old, and the least recently used until at most `max_bytes` are left; None: the store's."""
         most = self.max_bytes if max_bytes is None else max_bytes
