@@ -7,7 +7,8 @@ The tokens of a step attend to each other exactly, and to the past as stored:
                                 fit into the scratch in pieces, whose outputs are merged (`kernels/attend_chunked.py`)
     rows with one new token     the fused kernel over the first tokens, pages and ring
 
-Chunks attend before the new tokens are written, while the ring still holds their past; rows with one token attend afterwards.
+Chunks attend before the new tokens are written, while the ring still holds their past; rows with one token attend afterwards. Where
+answers are to be reproducible, all tokens are chunks that attend to what is written (`reproducible.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from ..attention.full import varlen_attention
 from ..attention.masks import HARMLESS
-from ..kernels import Pair, attend_pages, gather_rows
+from ..kernels import PagedInputs, Pair, attend_pages, gather_rows
 from ..kernels.attend_chunked import attend_chunked_pages, supports_queries
+from .reproducible import attend_in_tiles
 from .rings import Rings
 from .step import PromptChunks, Rows
 from .store import PageStore
@@ -107,6 +109,13 @@ def paged_attention(
     out = query.new_empty(1, query.shape[2], *query.shape[1::2])
     if step.tokens < query.shape[2]:
         out[:, step.tokens :] = 0
+    if not store.rings.read:
+        store.calibrate(layer, new)
+        store.write(layer, step.writes, new)
+        for chunks in step.chunks:
+            now = slice(chunks.begin, chunks.end)
+            out[:, now] = attend_codes(store, layer, chunks, query[:, :, now], new, options)
+        return out, None
     for chunks in step.chunks:
         now = slice(chunks.begin, chunks.end)
         part = new[0][:, :, now], new[1][:, :, now]
@@ -139,6 +148,19 @@ def attend_chunks(store: PageStore, layer: int, chunks: PromptChunks, query: Ten
         scaling = options["scaling"]
         out, _ = attend_chunked_pages(query, inputs.pages, begin, quantized, sinks, recent, scaling=scaling)  # type: ignore[arg-type]
         return out.transpose(1, 2)
-    key, value = (x.new_empty(1, x.shape[1], chunks.tokens, x.shape[3]) for x in new)
-    gather_rows(inputs, new, chunks.sequences.starts, chunks.past.tiles, (key, value))  # type: ignore[arg-type]
+    key, value = gathered(inputs, chunks, new, chunks.sequences.starts)
     return varlen_attention(query, key, value, chunks.sequences, window=window, **options)
+
+
+def attend_codes(store: PageStore, layer: int, chunks: PromptChunks, query: Tensor, new: Pair, options: dict[str, Any]) -> Tensor:
+    """`attend_chunks` over the codes of all tokens, the new ones included, which are in pages (`reproducible.py`)."""
+    none, starts = (new[0][:, :, :0], new[1][:, :, :0]), chunks.sequences.starts
+    inputs = store.inputs(layer, chunks.past)  # type: ignore[arg-type]
+    return attend_in_tiles(query, gathered(inputs, chunks, none, (torch.zeros_like(starts[1]), starts[1])), chunks.sequences, **options)
+
+
+def gathered(inputs: PagedInputs, chunks: PromptChunks, new: Pair, starts: tuple[Tensor, Tensor]) -> Pair:
+    """Keys and values `[1, H, T, D]` of all tokens of chunks, in the model's dtype: those in pages, and `new` ones after them."""
+    key, value = (x.new_empty(1, x.shape[1], chunks.tokens, x.shape[3]) for x in new)
+    gather_rows(inputs, new, starts, chunks.past.tiles, (key, value))  # type: ignore[union-attr, arg-type]
+    return key, value

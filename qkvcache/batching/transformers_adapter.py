@@ -13,6 +13,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain, islice, takewhile
 from math import ceil, lcm
@@ -37,6 +38,7 @@ from .attention import NAME, NewKV, paged_attention
 from .branches import Branches
 from .layout import PAGE_ALIGNMENT, BlockLayout
 from .metrics import Metrics
+from .reproducible import FixedRows
 from .requests import ASKED, Asked, StopStrings, check_prompt
 from .rings import Rings
 from .sampling import GREEDY, gumbel, key, sampling_options
@@ -287,6 +289,7 @@ class CompressedPagedCache(PagedAttentionCache):
         max_requests: int | None,
         max_blocks_per_request: int | None,
         store: PrefixStore | None = None,
+        reproducible: bool = False,
         wake: Callable[[], Any] = bool,
     ):
         smallest = copy.copy(continuous_batching_config)
@@ -306,9 +309,10 @@ class CompressedPagedCache(PagedAttentionCache):
             ),
         )  # fmt: skip
         # The new token is in the ring too.
-        rings = Rings(config.num_hidden_layers, size.rings, heads, residual_length + 1, head_dim, dtype, device)
+        rings = Rings(config.num_hidden_layers, size.rings, heads, residual_length + 1, head_dim, dtype, device, not reproducible)
         groups = [LayerGroup(replace(layout, window=getattr(held, "sliding_window", None)), held.layer_indices, rings) for held in stock]
         text = f"{type(layout.format).__module__} {layout}, {config.num_hidden_layers} layers, {residual_length} last tokens, {budget}"
+        text += ", reproducible" * reproducible
         pages = None if store is None else self._stored_pages(store, text, page_size, statistics, distributed_helper)
         query_groups = -(-config.num_attention_heads // (heads * distributed_helper.tp_size))
         self.store = PageStore(groups, rings, statistics, distributed_helper.tp_local_rank, query_groups, budget)
@@ -327,6 +331,10 @@ class CompressedPagedCache(PagedAttentionCache):
         self.tokens_per_sector = page_size * max(held.blocks_per_sector for held in self.allocators)
         self.max_tokens_read = self.tokens_per_sector * self.num_sectors
 
+        if reproducible:
+            if len(groups) > 1 or groups[0].layout.window is not None:
+                raise NotImplementedError("reproducible=True: pages of layers with a sliding window hold their last tokens alone")
+            max_blocks_per_request = 0
         if max_blocks_per_request is None:
             longest = getattr(config, "max_position_embeddings", None) or self.max_tokens_read
             max_blocks_per_request = min(ceil(longest / page_size), self.max_tokens_read // page_size)
@@ -767,7 +775,8 @@ class CompressedProcessor(ContinuousBatchProcessor):
                 self.scheduler.block_new_requests = False
 
     def _generation_step(self, model: torch.nn.Module) -> None:
-        super()._generation_step(model)
+        with nullcontext() if self.cache.store.rings.read else FixedRows():
+            super()._generation_step(model)
         if layers := self.cache.store.unwritten:
             raise NotImplementedError(
                 f"{type(model).__name__}: layers {sorted(layers)} stored nothing in compressed pages, and would forget all tokens: their "
@@ -804,10 +813,14 @@ class CompressedManager(ContinuousBatchingManager):
         config, on_cuda = self.continuous_batching_config, model.device.type == "cuda"
         # Batches with prompts run eagerly: their launches depend on the number of prompts.
         wanted = asked.use_cuda_graph is None or asked.cuda_graph_booleans[1]
+        self.reproducible = bool(options.get("reproducible"))
         graphs = on_cuda and get_accelerator_graph_name() is not None and wanted and asked.max_blocks_per_request != 0
+        graphs = graphs and not self.reproducible
         config.use_cuda_graph = (False, graphs)
         if asked.use_async_batching is None:
             config.use_async_batching = graphs
+        if self.reproducible and config.varlen_compile_config is not None:
+            raise NotImplementedError("reproducible=True with compiled layers, which round by the shapes of a step: leave one of them out")
         compiling, config.varlen_compile_config, config.decode_compile_config = config.varlen_compile_config, None, None
         if asked.per_request_processors:
             if asked.return_logprobs:

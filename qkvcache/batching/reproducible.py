@@ -1,0 +1,67 @@
+"""Answers that depend on the prompt alone: not on what was stored of it, on how steps divided it, or on the requests beside it.
+
+The rule: every token, of a prompt or of an answer, attends to the codes of all tokens, its own included, and to the exact first tokens. So
+keys and values are a function of the tokens up to their position, whether they are computed now or were stored.
+
+The arithmetic: sums are rounded in an order that depends on shapes. Shapes depend here on positions alone: attention runs for `TILE`
+queries at a time, which begin at a multiple of `TILE`, over the keys up to their end; and matrices are multiplied by `ROWS` rows at a time.
+Missing rows are zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..attention.full import Sequences, full_attention
+from ..kernels import Pair
+
+TILE = 64
+ROWS = 16
+PRODUCTS: dict[Callable, int] = {F.linear: 0, torch.addmm: 1}
+"""Functions of torch whose rows are those of an argument, `[..., K]`, by its number."""
+
+
+class FixedRows(TorchFunctionMode):
+    """Linear layers take `ROWS` rows at a time within this context."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        given, at = kwargs or {}, PRODUCTS.get(func)
+        if at is None or len(args) <= at:
+            return func(*args, **given)
+        x = args[at]
+        rows = x.flatten(0, -2)
+        parts = [func(*args[:at], part, *args[at + 1 :], **given) for part in padded(rows, 0, ROWS).split(ROWS)]
+        return torch.cat(parts)[: len(rows)].unflatten(0, x.shape[:-1])
+
+
+def padded(x: Tensor, dim: int, multiple: int) -> Tensor:
+    """`x` with zeros at the end of a dimension, up to a multiple."""
+    missing = -x.shape[dim] % multiple
+    return torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim) if missing else x
+
+
+def attend_in_tiles(query: Tensor, key_value: Pair, sequences: Sequences, **options: Any) -> Tensor:
+    """Attention as of `varlen_attention`, `[1, Q, Hq, D]`."""
+    queries = query.split(sequences.queries, dim=2)
+    keys, values = (x.split(sequences.keys, dim=2) for x in key_value)
+    return torch.cat([tile for part in zip(queries, keys, values, strict=True) for tile in _tiles(*part, options)], dim=1)
+
+
+def _tiles(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Iterator[Tensor]:
+    """Yields attention of one tile of a sequence after another, without what pads it."""
+    end = key.shape[2]
+    begin = end - query.shape[2]
+    key, value = padded(key, 2, TILE), padded(value, 2, TILE)
+    first = begin // TILE * TILE
+    before = query.new_zeros(*query.shape[:2], begin - first, query.shape[3])
+    queries = padded(torch.cat([before, query], dim=2), 2, TILE)
+    for start in range(first, end, TILE):
+        tile = queries[:, :, start - first : start - first + TILE]
+        out, _ = full_attention(None, tile, key[:, :, : start + TILE], value[:, :, : start + TILE], None, is_causal=True, **options)  # type: ignore[arg-type]
+        yield out[:, max(begin - start, 0) : end - start]
