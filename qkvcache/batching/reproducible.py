@@ -22,21 +22,30 @@ from ..attention.full import Sequences, full_attention
 from ..kernels import Pair
 
 TILE = 64
-ROWS = 16
+ROWS = 16, 256
+"""On a CPU, where more rows take longer, and on a GPU, where reading the weights does."""
 PRODUCTS: dict[Callable, int] = {F.linear: 0, torch.addmm: 1}
-"""Functions of torch whose rows are those of an argument, `[..., K]`, by its number."""
+SUMS: dict[Callable, int] = {F.rms_norm: 0, F.layer_norm: 0}
+"""Functions of torch whose rows are those of an argument, `[..., K]`, by its number: products, and sums that a CPU computes for each row
+by itself, and a GPU as the number of rows suggests."""
 
 
 class FixedRows(TorchFunctionMode):
-    """Linear layers take `ROWS` rows at a time within this context."""
+    """Linear layers, and norms on a GPU, take a fixed number of rows at a time within this context."""
+
+    def __init__(self, on_cpu: bool):
+        super().__init__()
+        self._rows, self._functions = (ROWS[0], PRODUCTS) if on_cpu else (ROWS[1], PRODUCTS | SUMS)
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        given, at = kwargs or {}, PRODUCTS.get(func)
-        if at is None or len(args) <= at:
+        given, at = kwargs or {}, self._functions.get(func)
+        mean = func is torch.Tensor.mean and self._rows == ROWS[1] and args[1:] == (-1,) and given == {"keepdim": True}
+        if not mean and (at is None or len(args) <= at):
             return func(*args, **given)
+        at = at or 0
         x = args[at]
         rows = x.flatten(0, -2)
-        parts = [func(*args[:at], part, *args[at + 1 :], **given) for part in padded(rows, 0, ROWS).split(ROWS)]
+        parts = [func(*args[:at], part, *args[at + 1 :], **given) for part in padded(rows, 0, self._rows).split(self._rows)]
         return torch.cat(parts)[: len(rows)].unflatten(0, x.shape[:-1])
 
 

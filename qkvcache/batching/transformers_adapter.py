@@ -775,7 +775,7 @@ class CompressedProcessor(ContinuousBatchProcessor):
                 self.scheduler.block_new_requests = False
 
     def _generation_step(self, model: torch.nn.Module) -> None:
-        with nullcontext() if self.cache.store.rings.read else FixedRows():
+        with nullcontext() if self.cache.store.rings.read else FixedRows(model.device.type == "cpu"):
             super()._generation_step(model)
         if layers := self.cache.store.unwritten:
             raise NotImplementedError(

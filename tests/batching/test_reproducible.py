@@ -28,7 +28,7 @@ class Seen:
 
     def run(self, asked, one_by_one=False, store=None, **options) -> list[list[int]]:
         given = {"format": self.format, "statistics": self.statistics, "store": store, "reproducible": True}
-        with continuous_batching(self.network, **given) as batching, serving(self.network, new=40, **options) as manager:
+        with continuous_batching(self.network, **given) as batching, serving(self.network, new=12, **options) as manager:
             self.statistics = batching.statistics
             found = {}
             for group in [[ids] for ids in asked] if one_by_one else [asked]:
@@ -48,25 +48,21 @@ class Seen:
         return [found[tuple(ids)] for ids in asked]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
+@pytest.mark.parametrize(("format", "dtype"), [("int8", torch.float32), ("turboquant_4bit_nc", torch.bfloat16)])
 def test_a_prompt_has_one_answer(tmp_path, format, dtype):
     network = copy.deepcopy(model("llama")).to(dtype)
     (begin,) = prompts(130)
-    asked = [begin + ids for ids in prompts(1, 70, 2, 200, seed=1)] + prompts(65, 1, 64, 5)
+    asked = [begin + ids for ids in prompts(1, 40, seed=1)] + prompts(64, 1, 58, 60)
     seen = Seen(network, format)
-    first = seen.run(asked[:1], one_by_one=True)  # the statistics are those of this prompt
-    answers = seen.run(asked, one_by_one=True, allow_block_sharing=False)
+    answers = seen.run(asked, one_by_one=True, allow_block_sharing=False)  # the statistics are those of the first prompt
     turns = [ids + answer + [7, 8, 9] for ids, answer in zip(asked, answers, strict=True)]
-    assert answers[:1] == first
     seen.run(asked + turns, one_by_one=True)  # warm
-    for chunk in (3, 50, 512):  # beside others, in chunks
-        seen.run(asked + turns, max_batch_tokens=chunk, allow_block_sharing=chunk != 50)
-    seen.run(asked, blocks=14, safety_margin=0.0, max_requests_per_batch=8)
+    seen.run(asked + turns, max_batch_tokens=50, allow_block_sharing=False)  # beside others, in chunks
+    seen.run(asked[4:] + prompts(60, 60), blocks=5, safety_margin=0.0)
     assert seen.preemptions
     for _ in range(2):
-        seen.run(asked + turns, store=PrefixStore(network, max_bytes=2**24, directory=tmp_path))
-    assert seen.compared > 150
+        seen.run(turns, store=PrefixStore(network, max_bytes=2**24, directory=tmp_path))
+    assert seen.compared > 40
 
 
 def test_what_cannot_be_reproducible_is_refused():
