@@ -13,6 +13,7 @@ answers are to be reproducible, all tokens are chunks that attend to what is wri
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ..attention.full import varlen_attention
 from ..attention.masks import HARMLESS
 from ..kernels import PagedInputs, Pair, attend_pages, gather_rows
 from ..kernels.attend_chunked import attend_chunked_pages, supports_queries
-from .reproducible import attend_in_tiles
+from .reproducible import attend_by_page
 from .rings import Rings
 from .step import PromptChunks, Rows
 from .store import PageStore
@@ -110,11 +111,12 @@ def paged_attention(
     if step.tokens < query.shape[2]:
         out[:, step.tokens :] = 0
     if not store.rings.read:
+        exact = [own_pages(store, layer, chunks, new) for chunks in step.chunks]  # rings are written next
         store.calibrate(layer, new)
         store.write(layer, step.writes, new)
-        for chunks in step.chunks:
+        for chunks, own in zip(step.chunks, exact, strict=True):
             now = slice(chunks.begin, chunks.end)
-            out[:, now] = attend_codes(store, layer, chunks, query[:, :, now], new, options)
+            out[:, now] = attend_codes(store, layer, chunks, query[:, :, now], own, options)
         return out, None
     for chunks in step.chunks:
         now = slice(chunks.begin, chunks.end)
@@ -152,11 +154,23 @@ def attend_chunks(store: PageStore, layer: int, chunks: PromptChunks, query: Ten
     return varlen_attention(query, key, value, chunks.sequences, window=window, **options)
 
 
-def attend_codes(store: PageStore, layer: int, chunks: PromptChunks, query: Tensor, new: Pair, options: dict[str, Any]) -> Tensor:
-    """`attend_chunks` over the codes of all tokens, the new ones included, which are in pages (`reproducible.py`)."""
-    none, starts = (new[0][:, :, :0], new[1][:, :, :0]), chunks.sequences.starts
+def own_pages(store: PageStore, layer: int, chunks: PromptChunks, new: Pair) -> list[Pair]:
+    """The exact tokens of each request from the page of its first new token on, `[1, H, T, D]` each: a ring has one page."""
+    counts, starts = chunks.sequences.queries, [0, *accumulate(chunks.sequences.queries)]
+    kept = list(zip(chunks.batch.ring.tolist(), (chunks.batch.past % store.rings.slots).tolist(), starts, counts, strict=False))
+    sides = zip(store.rings.layer(store.ring_index[layer]), (x[:, :, chunks.begin : chunks.end] for x in new), strict=True)
+    keys, values = (
+        [torch.cat([ring[row : row + 1, :, :past], x[:, :, at : at + count]], dim=2) for row, past, at, count in kept] for ring, x in sides
+    )
+    return list(zip(keys, values, strict=True))
+
+
+def attend_codes(store: PageStore, layer: int, chunks: PromptChunks, query: Tensor, own: list[Pair], options: dict[str, Any]) -> Tensor:
+    """`attend_chunks` over the exact tokens of `own_pages` and the codes of the pages before, which are written (`reproducible.py`)."""
+    none, starts = tuple(x[:, :, :0] for x in own[0]), chunks.sequences.starts
     inputs = store.inputs(layer, chunks.past)  # type: ignore[arg-type]
-    return attend_in_tiles(query, gathered(inputs, chunks, none, (torch.zeros_like(starts[1]), starts[1])), chunks.sequences, **options)
+    codes = gathered(inputs, chunks, none, (torch.zeros_like(starts[1]), starts[1]))  # type: ignore[arg-type]
+    return attend_by_page(query, codes, own, chunks.sequences, store.rings.slots, **options)
 
 
 def gathered(inputs: PagedInputs, chunks: PromptChunks, new: Pair, starts: tuple[Tensor, Tensor]) -> Pair:

@@ -122,7 +122,8 @@ def continuous_batching(
         store: a store of this model, to which complete pages are written and from which they come back, in this process and in later ones:
             the next turn of a conversation computes its new tokens alone. None: pages live as long as the pool has room for them.
         reproducible: whether an answer depends on its prompt, options and the statistics alone, to the bit: not on what was stored of the
-            prompt, or on other requests. Every token then attends to codes, `residual_length` is 0, and steps are slower.
+            prompt, or on other requests. Every token then attends to the exact tokens of its page and to the codes of all pages before it;
+            `residual_length` has no effect, and steps are slower.
 
     Raises:
         NotImplementedError: a release of transformers that is not supported, models with linear, chunked or latent attention or with
@@ -181,8 +182,8 @@ def continuous_batching(
             f"continuous batching on compressed pages has no kernels for {kind}: torch operations instead, which are slow", stacklevel=2
         )
     install()
-    reading: dict[str, Any] = {"num_sink_tokens": num_sink_tokens, "budget": budget, "store": store, "reproducible": reproducible}
-    reading["residual_length"] = 0 if reproducible else residual_length
+    reading: dict[str, Any] = {"num_sink_tokens": num_sink_tokens, "residual_length": residual_length, "budget": budget, "store": store}
+    reading["reproducible"] = reproducible
     batching = Batching(model, statistics, **reading)
     model.__dict__ |= {INIT: batching, GENERATE: batching.generate_batch}
     return batching

@@ -1,7 +1,7 @@
 """Answers that depend on the prompt alone: not on what was stored of it, on how steps divided it, or on the requests beside it.
 
-The rule: every token, of a prompt or of an answer, attends to the codes of all tokens, its own included, and to the exact first tokens. So
-keys and values are a function of the tokens up to their position, whether they are computed now or were stored.
+The rule: every token, of a prompt or of an answer, attends to the exact tokens of its own page, to the codes of all pages before it, and to
+the exact first tokens. So keys and values are a function of the tokens up to their position, whether they are computed now or were stored.
 
 The arithmetic: sums are rounded in an order that depends on shapes. Shapes depend here on positions alone: attention runs for `TILE`
 queries at a time, which begin at a multiple of `TILE`, over the keys up to their end; and matrices are multiplied by `ROWS` rows at a time.
@@ -10,7 +10,7 @@ Missing rows are zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,22 +55,33 @@ def padded(x: Tensor, dim: int, multiple: int) -> Tensor:
     return torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim) if missing else x
 
 
-def attend_in_tiles(query: Tensor, key_value: Pair, sequences: Sequences, **options: Any) -> Tensor:
-    """Attention as of `varlen_attention`, `[1, Q, Hq, D]`."""
+def attend_by_page(query: Tensor, codes: Pair, exact: Sequence[Pair], sequences: Sequences, page_size: int, **options: Any) -> Tensor:
+    """Attention `[1, Q, Hq, D]` of queries `[1, Hq, Q, D]` of `sequences`.
+
+    Args:
+        codes: keys and values of all tokens of all sequences, dequantized, `[1, H, T, D]` each.
+        exact: of each sequence, those of its tokens from the page of its first query on, `[1, H, T', D]` each.
+        options: those of `full_attention`.
+    """
     queries = query.split(sequences.queries, dim=2)
-    keys, values = (x.split(sequences.keys, dim=2) for x in key_value)
-    return torch.cat([tile for part in zip(queries, keys, values, strict=True) for tile in _tiles(*part, options)], dim=1)
+    keys, values = (x.split(sequences.keys, dim=2) for x in codes)
+    tiles = [
+        tile for part in zip(queries, zip(keys, values, strict=True), exact, strict=True) for tile in _tiles(*part, page_size, options)
+    ]
+    return torch.cat(tiles, dim=1)
 
 
-def _tiles(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Iterator[Tensor]:
+def _tiles(query: Tensor, codes: Pair, exact: Pair, page_size: int, options: dict[str, Any]) -> Iterator[Tensor]:
     """Yields attention of one tile of a sequence after another, without what pads it."""
-    end = key.shape[2]
+    end = codes[0].shape[2]
     begin = end - query.shape[2]
-    key, value = padded(key, 2, TILE), padded(value, 2, TILE)
-    first = begin // TILE * TILE
+    first = begin // page_size * page_size
     before = query.new_zeros(*query.shape[:2], begin - first, query.shape[3])
     queries = padded(torch.cat([before, query], dim=2), 2, TILE)
-    for start in range(first, end, TILE):
-        tile = queries[:, :, start - first : start - first + TILE]
-        out, _ = full_attention(None, tile, key[:, :, : start + TILE], value[:, :, : start + TILE], None, is_causal=True, **options)  # type: ignore[arg-type]
-        yield out[:, max(begin - start, 0) : end - start]
+    for page in range(first, end, page_size):
+        own = slice(page - first, page - first + page_size)
+        key, value = (padded(torch.cat([x[:, :, :page], y[:, :, own]], 2), 2, TILE) for x, y in zip(codes, exact, strict=True))
+        for start in range(max(page, begin // TILE * TILE), min(page + page_size, end), TILE):
+            seen, tile = start + TILE, queries[:, :, start - first : start - first + TILE]
+            out, _ = full_attention(None, tile, key[:, :, :seen], value[:, :, :seen], None, is_causal=True, **options)  # type: ignore[arg-type]
+            yield out[:, max(begin - start, 0) : end - start]

@@ -21,7 +21,7 @@ Ints = numpy.ndarray
 class Rings:
     """Rings of `slots` tokens of `heads` heads with `head_dim` channels, for `count` requests and `layers` layers.
 
-    Row 0 receives writes that are never read. `read`: whether attention reads rings; else it reads the codes of all tokens.
+    Row 0 receives writes that are never read. `read`: whether rows with one new token, and chunks, read rings; else `reproducible.py` does.
     """
 
     def __init__(

@@ -103,7 +103,7 @@ class Batch:
         count = self.count
         of = numpy.arange(len(count)).repeat(count)
         place = numpy.arange(len(of)) + (self.past + count - count.cumsum())[of]
-        kept = numpy.maximum(self.end - slots, sinks)[of]
+        kept = numpy.maximum(self.end - slots, sinks if self.rings.read else 0)[of]
         writes = numpy.empty((3, len(of)), numpy.int64)
         page = place // size if self.layout.blocks_held is None else place // size % self.layout.blocks_held
         writes[0] = self.blocks[of, page]  # int64 from here on
@@ -197,7 +197,7 @@ class Rows:
 
 class PromptChunks:
     """Consecutive prompts, or parts of prompts, in a batch: its queries `begin` to `end`. Attention reads the tokens of all of them one
-    after another, only the new tokens if `past` is None. Without rings, it reads the new tokens in pages, too.
+    after another, only the new tokens if `past` is None. Where rings are not read, it reads the new tokens in pages, too.
 
     batch: the requests alone.
     tokens: number of past and new tokens.

@@ -299,6 +299,7 @@ class CompressedPagedCache(PagedAttentionCache):
         self.counters = counters
         stock: list[Any] = list(self.cache_allocators.values())
         heads, head_dim, page_size = stock[0].num_key_value_heads, stock[0].head_dim, stock[0].tokens_per_page
+        residual_length = page_size - 1 if reproducible else residual_length
         layout = page_layout(config, statistics.format, heads, head_dim, page_size, num_sink_tokens, dtype)
         size = PoolSize(
             config, continuous_batching_config, dtype, layout.nbytes, layout.ring_bytes(residual_length),
@@ -429,8 +430,9 @@ class CompressedPagedCache(PagedAttentionCache):
     # The lifetime of a request.
 
     def matched(self, prompt_ids: list[int]) -> list[int]:
-        """The tokens of a prompt that blocks are searched for: not the last ones, which are computed again, so that the ring has them."""
-        return prompt_ids[: max(len(prompt_ids) - self.store.rings.slots + 1, 0)]
+        """The tokens of a prompt that blocks are searched for: not the last ones, which are computed again, so that the ring has them. A
+        ring of the tokens of one page needs none of those in blocks."""
+        return prompt_ids[: max(len(prompt_ids) - self.store.rings.slots + 1, 0)] if self.store.rings.read else prompt_ids
 
     def expect(self, state: Request) -> None:
         """A request waits, for the pages of its salt and session."""
@@ -625,6 +627,7 @@ class Requests:
 
     forget: Callable[[str], None]
     cache: CompressedPagedCache
+    active_requests: dict[str, RequestState]
 
     def add_waiting_request(self, state: Request) -> None:
         super().add_waiting_request(state)  # type: ignore[misc]
@@ -633,6 +636,8 @@ class Requests:
     def _get_waiting_candidates(self) -> list[RequestState]:
         """The waiting requests whose stored pages have been fetched."""
         states = super()._get_waiting_candidates()  # type: ignore[misc]
+        if not (rings := self.cache.store.rings).read:  # each running request keeps its ring
+            states = states[: max(rings.count - len(self.active_requests), 0)]
         if self.cache.sessions is None:
             return states
         fetched = self.cache.sessions.fetched([state.request_id for state in states])
@@ -821,6 +826,11 @@ class CompressedManager(ContinuousBatchingManager):
             config.use_async_batching = graphs
         if self.reproducible and config.varlen_compile_config is not None:
             raise NotImplementedError("reproducible=True with compiled layers, which round by the shapes of a step: leave one of them out")
+        if self.reproducible and (config.cpu_offload_space or self.num_return_sequences > 1):
+            raise NotImplementedError(
+                "reproducible=True with cpu_offload_space or num_return_sequences, which continue a request without the exact tokens of "
+                "its page: leave them out, or send the prompt several times"
+            )
         compiling, config.varlen_compile_config, config.decode_compile_config = config.varlen_compile_config, None, None
         if asked.per_request_processors:
             if asked.return_logprobs:

@@ -37,6 +37,9 @@ def serve(
     store_time_to_live: Annotated[
         float | None, typer.Option(help="Seconds after their last use for which pages are kept in the folder; for ever by default.", min=1)
     ] = None,
+    reproducible: Annotated[
+        bool, typer.Option("--reproducible", help="The same prompt has the same answer at temperature 0, whatever else was sent; slower.")
+    ] = False,
     share_prefixes: Annotated[
         Literal["all", "key", "none"],
         typer.Option(help="Whose prompts share pages: those with the same API key (all, where there is none), all, or none."),
@@ -56,6 +59,7 @@ def serve(
 
         cache = {"format": format, "num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
         cache |= {"attention_budget": budget_of(attention_budget, "--attention-budget"), "offload_pages": offload_pages}
+        cache |= {"reproducible": True} if reproducible else {}
         size = int(bytes_of(store_bytes, "--store-bytes") or 0)
         stored: dict[str, Any] = {"store": store, "store_bytes": size, "store_time_to_live": store_time_to_live}
         stored["share_prefixes"] = share_prefixes
