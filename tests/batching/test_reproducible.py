@@ -73,10 +73,10 @@ def test_what_cannot_be_reproducible_is_refused():
     experts = MixtralConfig(**MODELS["llama"]().to_dict() | {"num_local_experts": 2, "architectures": None})
     with pytest.raises(NotImplementedError, match="as experts do"):
         continuous_batching(AutoModelForCausalLM.from_config(experts), reproducible=True)
-    for windowed, options, says in ((model("mistral"), {}, "sliding window"), (network, {"default_compile_level": 1}, "compiled layers")):
-        with (
-            continuous_batching(windowed, "int8", reproducible=True),
-            pytest.raises(NotImplementedError, match=says),
-            serving(windowed, **options),
-        ):
+    for one, options, says in (
+        (model("mistral"), {}, "sliding window"),
+        (network, {"default_compile_level": 1}, "compiled layers"),
+        (network, {"cpu_offload_space": 0.1}, "exact tokens of its page"),
+    ):
+        with continuous_batching(one, "int8", reproducible=True), pytest.raises(NotImplementedError, match=says), serving(one, **options):
             pass
