@@ -32,8 +32,10 @@ from ..layers import snapshot_file
 from ..layers.snapshot import Snapshot
 from ..layers.snapshot_file import THREADS, WRITING, Damaged, Parts, read_whole, reading, sync, tokens_of
 from . import match
-from .entry import CacheTemplate, Checkpoints, Entry
+from .checkpoints import Checkpoints
+from .entry import Entry
 from .host_memory import Blocks
+from .template import CacheTemplate
 
 AHEAD = min(THREADS, 5)
 """Layers that are read into `Blocks` at a time; one more block holds the layer in use. New blocks are locked one after

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..layers.snapshot import Snapshot
 from .disk import PAGE, SUFFIX, DiskStore
-from .entry import MemoryStore
 from .host_memory import Blocks, on_host
+from .memory import MemoryStore
 
 VERSION = 2
 """The version of the bytes of a page, which is a part of its name."""

@@ -38,7 +38,7 @@ class Seen:
             (held,) = manager.cache.allocators
             layout = held.group.layout  # the exact tokens behind the codes are those of the first page of a prompt alone
             blocks = held._copy_view.view(-1, len(held.layer_indices), layout.nbytes)[..., : layout.page.nbytes]
-            now = {link: blocks[block].numpy().tobytes() for link, block in held.ledger.hash_to_block.items()}
+            now = {link: blocks[block].cpu().numpy().tobytes() for link, block in held.ledger.hash_to_block.items()}
             self.preemptions = batching.metrics().preemptions
         for known, new in ((self.pages, now), (self.answers, found)):
             both = known.keys() & new.keys()
@@ -50,7 +50,17 @@ class Seen:
 
 @pytest.mark.parametrize(("format", "dtype"), [("int8", torch.float32), ("turboquant_4bit_nc", torch.bfloat16)])
 def test_a_prompt_has_one_answer(tmp_path, format, dtype):
-    network = copy.deepcopy(model("llama")).to(dtype)
+    one_answer(copy.deepcopy(model("llama")).to(dtype), format, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
+def test_a_prompt_has_one_answer_on_a_gpu(tmp_path, format, dtype):
+    one_answer(copy.deepcopy(model("llama")).to("cuda", dtype), format, tmp_path)
+
+
+def one_answer(network, format, folder) -> None:
     (begin,) = prompts(130)
     asked = [begin + ids for ids in prompts(1, 40, seed=1)] + prompts(64, 1, 58, 60)
     seen = Seen(network, format)
@@ -61,7 +71,7 @@ def test_a_prompt_has_one_answer(tmp_path, format, dtype):
     seen.run(asked[4:] + prompts(60, 60), blocks=5, safety_margin=0.0)
     assert seen.preemptions
     for _ in range(2):
-        seen.run(turns, store=PrefixStore(network, max_bytes=2**24, directory=tmp_path))
+        seen.run(turns, store=PrefixStore(network, max_bytes=2**24, directory=folder))
     assert seen.compared > 40
 
 

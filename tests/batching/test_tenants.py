@@ -82,7 +82,7 @@ def test_the_dead_branch_of_a_session_goes_first():
         assert cached(manager, first) == 64
 
 
-def test_a_released_session_goes_first_and_a_prefetched_one_is_in_memory(tmp_path):
+def test_release_and_prefetch_of_a_session(tmp_path):
     network = tiniest()
     first, second = prompts(200, 200)
     store = PrefixStore(network, max_bytes=2**24, directory=tmp_path)

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from qkvcache import CompressedCache, PrefixStore
 from qkvcache.cli import app
 from qkvcache.policies import Custom, Knorm
-from qkvcache.prefix.entry import CacheTemplate
 from qkvcache.prefix.pages import links
+from qkvcache.prefix.template import CacheTemplate
 from tests.prefix.made import fill, model, random_ids
 
 

@@ -14,7 +14,7 @@ import torch
 
 from qkvcache.prefix import disk
 from qkvcache.prefix.disk import DiskStore
-from qkvcache.prefix.entry import MemoryStore
+from qkvcache.prefix.memory import MemoryStore
 from qkvcache.prefix.pages import StoredPages, links
 from tests.seeds import SEED
 
