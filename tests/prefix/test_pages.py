@@ -54,7 +54,7 @@ def held(kept: StoredPages, names: list[bytes]) -> list[bool]:
     return [page is not None for page in found]
 
 
-def test_a_page_has_the_link_of_its_salt_and_all_tokens_up_to_its_end():
+def test_a_link_is_that_of_all_tokens_up_to_its_page_and_a_salt():
     found = links(TOKENS, SIZE)
     assert len(set(found)) == 10 and links(TOKENS[:-1], SIZE) == found[:9] and links(TOKENS, SIZE, known=found[:3]) == found
     for other in (links([1, *TOKENS[1:]], SIZE), links(TOKENS, SIZE, b"salt"), links(TOKENS, SIZE, found[0])):
