@@ -28,6 +28,8 @@ from .requests import ASKED, Asked, StopStrings
 logger = logging.getLogger(__name__)
 BY_BATCH = {"temperature", "top_p", "seed", "stop"}
 """Fields that the batch takes from `Asked`, not from transformers' handlers."""
+HANDLED = {"n", "stream_options", "response_format", "cache_salt", "prompt_cache_key", "user", "metadata"}
+"""Fields that transformers' handlers never get."""
 
 
 def stopping() -> Refusal:
@@ -85,9 +87,9 @@ class Front:
             if server.stopping:
                 raise stopping()
             server.check(fields)
-            client = Request(scope).state.client
-            server.admit(client, fields.n)
-            exchange = Exchange(server, self.handler, fields, client)
+            request = Request(scope)
+            server.admit(request.state.client, fields.n)
+            exchange = Exchange(server, self.handler, fields, request.state.client, server.sharing(request, fields))
         except (Refusal, ClientDisconnect) as error:
             server.observed.add(refusal(error).outcome)
             await answer_of(error)(scope, receive, send)
@@ -103,8 +105,8 @@ def schema_of(fields: Fields) -> dict | None:
 class Exchange:
     """A request and its answers."""
 
-    def __init__(self, server: Any, handler: Any, fields: Any, client: str | None):
-        self.server, self.handler, self.fields, self.client = server, handler, fields, client
+    def __init__(self, server: Any, handler: Any, fields: Any, client: str | None, sharing: dict[str, Any]):
+        self.server, self.handler, self.fields, self.client, self.sharing = server, handler, fields, client, sharing
         self.loop = asyncio.get_running_loop()
         self.events: asyncio.Queue[tuple[Choice, str | None | Refusal]] = asyncio.Queue()
         """A choice with a part of its answer, or None at its end; or any choice with what ends the request."""
@@ -117,7 +119,7 @@ class Exchange:
         return sum(not choice.done and not choice.asked.first_token for choice in self.choices)
 
     def _asked(self, index: int) -> Asked:
-        options = self.fields.model_dump(include=BY_BATCH - {"stop"}, exclude_unset=True)
+        options = self.fields.model_dump(include=BY_BATCH - {"stop"}, exclude_unset=True) | self.sharing
         if "seed" in options:
             options["seed"] += index
         if self.fields.stop:
@@ -167,7 +169,7 @@ class Exchange:
     @property
     def _body(self) -> dict[str, Any]:
         """What the handlers of transformers get."""
-        handled = {"n", "stream_options", "user", "metadata", "response_format"} | (BY_BATCH if self.server.options_by_batch else {"stop"})
+        handled = HANDLED | (BY_BATCH if self.server.options_by_batch else {"stop"})
         return self.fields.model_dump(exclude=handled, exclude_unset=True) | {"stream": self.fields.stream}
 
     async def _rendered(self) -> Any:

@@ -4,14 +4,16 @@ The tokens of a step attend to each other exactly, and to the past as stored:
 
     prompts                     torch's attention on exact keys and values, of all prompts in one call
     chunks with a past          the same, once the pasts have been dequantized, in one launch, before the new tokens; a past that does not
-                                fit into the scratch in pieces, whose outputs are merged (`kernels/attend_chunked.py`)
+                                fit into the scratch in pieces, whose outputs are merged (`kernels/attend/chunked.py`)
     rows with one new token     the fused kernel over the first tokens, pages and ring
 
-Chunks attend before the new tokens are written, while the ring still holds their past; rows with one token attend afterwards.
+Chunks attend before the new tokens are written, while the ring still holds their past; rows with one token attend afterwards. Where
+answers are to be reproducible, all tokens are chunks that attend to what is written (`reproducible.py`).
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,8 +21,9 @@ from torch import Tensor
 
 from ..attention.full import varlen_attention
 from ..attention.masks import HARMLESS
-from ..kernels import Pair, attend_pages, gather_rows
+from ..kernels import PagedInputs, Pair, attend_pages, gather_rows
 from ..kernels.attend.chunked import attend_chunked_pages, supports_queries
+from .reproducible import attend_by_page
 from .rings import Rings
 from .step import PromptChunks, Rows
 from .store import PageStore
@@ -107,6 +110,14 @@ def paged_attention(
     out = query.new_empty(1, query.shape[2], *query.shape[1::2])
     if step.tokens < query.shape[2]:
         out[:, step.tokens :] = 0
+    if not store.rings.read:
+        exact = [own_pages(store, layer, chunks, new) for chunks in step.chunks]  # rings are written next
+        store.calibrate(layer, new)
+        store.write(layer, step.writes, new)
+        for chunks, own in zip(step.chunks, exact, strict=True):
+            now = slice(chunks.begin, chunks.end)
+            out[:, now] = attend_codes(store, layer, chunks, query[:, :, now], own, options)
+        return out, None
     for chunks in step.chunks:
         now = slice(chunks.begin, chunks.end)
         part = new[0][:, :, now], new[1][:, :, now]
@@ -139,6 +150,31 @@ def attend_chunks(store: PageStore, layer: int, chunks: PromptChunks, query: Ten
         scaling = options["scaling"]
         out, _ = attend_chunked_pages(query, inputs.pages, begin, quantized, sinks, recent, scaling=scaling)  # type: ignore[arg-type]
         return out.transpose(1, 2)
-    key, value = (x.new_empty(1, x.shape[1], chunks.tokens, x.shape[3]) for x in new)
-    gather_rows(inputs, new, chunks.sequences.starts, chunks.past.tiles, (key, value))  # type: ignore[arg-type]
+    key, value = gathered(inputs, chunks, new, chunks.sequences.starts)
     return varlen_attention(query, key, value, chunks.sequences, window=window, **options)
+
+
+def own_pages(store: PageStore, layer: int, chunks: PromptChunks, new: Pair) -> list[Pair]:
+    """The exact tokens of each request from the page of its first new token on, `[1, H, T, D]` each: a ring has one page."""
+    counts, starts = chunks.sequences.queries, [0, *accumulate(chunks.sequences.queries)]
+    kept = list(zip(chunks.batch.ring.tolist(), (chunks.batch.past % store.rings.slots).tolist(), starts, counts, strict=False))
+    sides = zip(store.rings.layer(store.ring_index[layer]), (x[:, :, chunks.begin : chunks.end] for x in new), strict=True)
+    keys, values = (
+        [torch.cat([ring[row : row + 1, :, :past], x[:, :, at : at + count]], dim=2) for row, past, at, count in kept] for ring, x in sides
+    )
+    return list(zip(keys, values, strict=True))
+
+
+def attend_codes(store: PageStore, layer: int, chunks: PromptChunks, query: Tensor, own: list[Pair], options: dict[str, Any]) -> Tensor:
+    """`attend_chunks` over the exact tokens of `own_pages` and the codes of the pages before, which are written (`reproducible.py`)."""
+    none, starts = tuple(x[:, :, :0] for x in own[0]), chunks.sequences.starts
+    inputs = store.inputs(layer, chunks.past)  # type: ignore[arg-type]
+    codes = gathered(inputs, chunks, none, (torch.zeros_like(starts[1]), starts[1]))  # type: ignore[arg-type]
+    return attend_by_page(query, codes, own, chunks.sequences, store.rings.slots, **options)
+
+
+def gathered(inputs: PagedInputs, chunks: PromptChunks, new: Pair, starts: tuple[Tensor, Tensor]) -> Pair:
+    """Keys and values `[1, H, T, D]` of all tokens of chunks, in the model's dtype: those in pages, and `new` ones after them."""
+    key, value = (x.new_empty(1, x.shape[1], chunks.tokens, x.shape[3]) for x in new)
+    gather_rows(inputs, new, starts, chunks.past.tiles, (key, value))  # type: ignore[union-attr, arg-type]
+    return key, value

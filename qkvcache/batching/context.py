@@ -100,6 +100,7 @@ def continuous_batching(
     offload_pages: bool = False,
     statistics: Statistics | str | Path | None = None,
     store: PrefixStore | None = None,
+    reproducible: bool = False,
 ) -> Batching:
     """Keeps the requests of `model.generate_batch` and `model.init_continuous_batching` in compressed pages.
 
@@ -121,6 +122,9 @@ def continuous_batching(
             `save` wrote. None: they come from the first batch of prompts and are frozen for all later requests.
         store: a store of this model, to which complete pages are written and from which they come back, in this process and in later ones:
             the next turn of a conversation computes its new tokens alone. None: pages live as long as the pool has room for them.
+        reproducible: whether an answer depends on its prompt, options and the statistics alone, to the bit: not on what was stored of the
+            prompt, or on other requests. Every token then attends to the exact tokens of its page and to the codes of all pages before it;
+            `residual_length` has no effect, and steps are slower.
 
     Raises:
         NotImplementedError: a release of transformers that is not supported, models with linear, chunked or latent attention or with
@@ -155,7 +159,10 @@ def continuous_batching(
         )
     chosen = check_format(resolved, head_dim_of(model.config.get_text_config(decoder=True)))
     if isinstance(statistics, str | Path):
-        statistics = Statistics.load(statistics, chosen)
+        try:
+            statistics = Statistics.load(statistics, chosen)
+        except OSError as error:
+            raise ValueError(f"statistics={str(statistics)!r} cannot be read: {error}") from error
     elif statistics is None:
         statistics = Statistics(chosen)
     elif not isinstance(statistics, Statistics):
@@ -166,6 +173,8 @@ def continuous_batching(
         raise TypeError(f"store must be a PrefixStore, got {store!r}")
     if store is not None and store.model is not model:
         raise ValueError("the store is of another model: make it with PrefixStore(model, ...)")
+    if reproducible:
+        check_reproducible(model, budget)
     if INIT in model.__dict__:
         raise ValueError("the model batches on compressed pages already: close that first")
     if not on_triton(model.device):
@@ -174,7 +183,8 @@ def continuous_batching(
             f"continuous batching on compressed pages has no kernels for {kind}: torch operations instead, which are slow", stacklevel=2
         )
     install()
-    reading = {"num_sink_tokens": num_sink_tokens, "residual_length": residual_length, "budget": budget, "store": store}
+    reading: dict[str, Any] = {"num_sink_tokens": num_sink_tokens, "residual_length": residual_length, "budget": budget, "store": store}
+    reading["reproducible"] = reproducible
     batching = Batching(model, statistics, **reading)
     model.__dict__ |= {INIT: batching, GENERATE: batching.generate_batch}
     return batching
@@ -210,6 +220,16 @@ def check_config(config: PreTrainedConfig) -> None:
         raise NotImplementedError(f"{text.model_type} has heads of several sizes: pages of all layers have one shape")
     if getattr(text, "num_kv_shared_layers", 0):
         raise NotImplementedError(f"{text.model_type} shares keys among layers: compressed pages hold each layer's own")
+
+
+def check_reproducible(model: PreTrainedModel, budget: Any) -> None:
+    """Raises NotImplementedError for models and options whose sums depend on a step's other tokens."""
+    if budget is not None:
+        raise NotImplementedError(
+            "reproducible=True with an attention budget, which answers read and prompts do not: leave one of them out"
+        )
+    if experts := [name for name, x in model.named_parameters() if x.ndim > 2]:
+        raise NotImplementedError(f"reproducible=True: {experts[0]} multiplies as many rows as a step has for it, as experts do")
 
 
 def check_format(format: Format | FormatByLayer, head_dim: int | None) -> Format:

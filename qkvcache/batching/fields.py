@@ -124,6 +124,7 @@ class ResponseFormat(BaseModel, extra="forbid", strict=True):
 
 
 Count = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
 Text = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
@@ -136,6 +137,8 @@ class Fields(BaseModel, extra="forbid", strict=True):
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    cache_salt: Name | None = None
+    prompt_cache_key: Name | None = None
     user: Any = None
     metadata: Any = None
 

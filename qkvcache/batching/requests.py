@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import operator
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
@@ -40,6 +42,29 @@ class Asked:
 
 ASKED: ContextVar[Asked | None] = ContextVar("asked", default=None)
 """The request that the current context handles."""
+
+
+SHARE_PREFIXES = "all", "key", "none"
+"""Whose requests share pages: all, those with the same API key, or nobody's."""
+
+
+def sharing(share_prefixes: str, tenant: str | None, cache_salt: str | None, session: str | None) -> dict[str, Any]:
+    """The options `salt` and `session` of a request.
+
+    Args:
+        share_prefixes: one of `SHARE_PREFIXES`.
+        tenant: who sends it; None: anybody. Sessions of one name belong to one tenant each.
+        cache_salt: a word of those who share pages among themselves.
+        session: the name of the client's conversation.
+    """
+    shared = [tenant if share_prefixes == "key" else None, cache_salt]
+    options: dict[str, Any] = {"salt": json.dumps(shared).encode()} if any(shared) else {}
+    return options if session is None else options | {"session": session_of(tenant, session)}
+
+
+def session_of(tenant: str | None, session: str) -> str:
+    """The name of a tenant's session, among those of all tenants, of one length."""
+    return hashlib.blake2b(json.dumps([tenant, session]).encode(), digest_size=16).hexdigest()
 
 
 def check_prompt(config: PreTrainedConfig, ids: Iterable[int], max_new_tokens: int | None) -> tuple[list[int], int | None]:

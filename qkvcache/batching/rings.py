@@ -21,11 +21,21 @@ Ints = numpy.ndarray
 class Rings:
     """Rings of `slots` tokens of `heads` heads with `head_dim` channels, for `count` requests and `layers` layers.
 
-    Row 0 receives writes that are never read.
+    Row 0 receives writes that are never read. `read`: whether rows with one new token, and chunks, read rings; else `reproducible.py` does.
     """
 
-    def __init__(self, layers: int, count: int, heads: int, slots: int, head_dim: int, dtype: torch.dtype, device: torch.device):
-        self.slots, self.count = slots, count
+    def __init__(
+        self,
+        layers: int,
+        count: int,
+        heads: int,
+        slots: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        read: bool = True,
+    ):
+        self.slots, self.count, self.read = slots, count, read
         with torch.inference_mode(False):
             self.tensor = torch.zeros(layers, 2, count + 1, heads, slots, head_dim, dtype=dtype, device=device)
         self.free = list(range(count, 0, -1))
@@ -56,7 +66,8 @@ class Rings:
 
     def tokens(self, since: Ints, end: Ints, begin: Ints) -> Ints:
         """The number of tokens from `begin` on that attention reads from rings with the tokens `since` to `end`."""
-        return numpy.minimum(numpy.maximum(end - numpy.maximum(since, begin), 0), self.slots)  # half the time of `clip`
+        most = self.slots if self.read else 0
+        return numpy.minimum(numpy.maximum(end - numpy.maximum(since, begin), 0), most)  # half the time of `clip`
 
     def release(self, request: str) -> None:
         if row := self.by_request.pop(request, 0):

@@ -47,7 +47,7 @@ from .gate import OPEN, Gate, Keys, Limits, connections
 from .grammars import Grammar, Grammars
 from .metrics import Metrics, Observed, prometheus
 from .prompts import Processor, Renderer, made
-from .requests import ASKED, Asked, check_prompt
+from .requests import ASKED, SHARE_PREFIXES, Asked, check_prompt, session_of, sharing
 
 TEXTS = "text", "input_text", "output_text"
 """Types of the message parts that a language model reads."""
@@ -70,6 +70,8 @@ class Server(Serve):
         store: a folder in which pages survive the server (`continuous_batching(store=)`); None: they end with it.
         store_bytes: the most bytes of the folder. A tenth of them is the most bytes of pages in host memory.
         store_time_to_live: seconds after their last use for which pages are kept in the folder and in host memory; None: for ever.
+        share_prefixes: whose prompts share pages: "key", those with the same API key, of all clients where there is none; "all"; or "none",
+            which reads each prompt anew.
         structured_outputs: whether requests may ask for answers that follow a JSON schema (`response_format`). A step is then prepared when
             the step before has ended, and on a GPU no steps are captured as graphs, which takes time.
         api_keys: keys of which a request must have one (`Authorization: Bearer KEY`). Empty: everybody may call, where `no_api_key` says so
@@ -94,6 +96,7 @@ class Server(Serve):
         store: str | Path | None = None,
         store_bytes: int = 50 * 10**9,
         store_time_to_live: float | None = None,
+        share_prefixes: str = "key",
         structured_outputs: bool = False,
         api_keys: Sequence[str] = (),
         no_api_key: bool = False,
@@ -102,11 +105,17 @@ class Server(Serve):
         host: str = "localhost",
         **options,
     ):
-        if store is not None and not continuous_batching:
-            raise ValueError(f"store={str(store)!r} without continuous batching, which it holds the pages of: leave one of them out")
+        if share_prefixes not in SHARE_PREFIXES:
+            raise ValueError(f"share_prefixes={share_prefixes!r}: expected one of {', '.join(SHARE_PREFIXES)}")
+        if store is not None and share_prefixes == "none":
+            raise ValueError("share_prefixes='none' with a store, in which no prompt would look for pages: leave one of them out")
+        of_batching = {
+            f"store={str(store)!r}": store is not None, "structured_outputs=True": structured_outputs,
+            "reproducible=True": cache.get("reproducible", False),
+        }  # fmt: skip
+        if not continuous_batching and (found := [name for name, given in of_batching.items() if given]):
+            raise ValueError(f"{', '.join(found)} without continuous batching, which it needs: leave one of them out")
         self.limits, self.keys = limits or Limits(), Keys(api_keys, host, no_api_key)
-        if structured_outputs and not continuous_batching:
-            raise ValueError("structured_outputs=True without continuous batching, whose steps take the grammars: leave one of them out")
         self._structured = structured_outputs
         self.grammars: Grammars | None = None
         self.batching: Batching | None = None
@@ -116,7 +125,7 @@ class Server(Serve):
         """The running requests."""
         self.observed = Observed()
         self.stopping = self.hung = self._died = False
-        self.options_by_batch = continuous_batching
+        self.options_by_batch, self._share_prefixes = continuous_batching, share_prefixes
         self._name, self._cache, self._interval, self._grace = name, cache, metrics_interval, grace_seconds
         self._store: dict[str, Any] = {
             "directory": store, "max_bytes": store_bytes // 10, "max_disk_bytes": store_bytes, "time_to_live": store_time_to_live,
@@ -251,6 +260,11 @@ class Server(Serve):
         if not all(map(carries_its_data, others)):
             raise Refusal(f"{where} has a URL that is not a data: URL, or an unknown part: the server fetches and opens nothing", where)
 
+    def sharing(self, request: Request, fields: Fields) -> dict[str, Any]:
+        """The options of a request that say with whom it shares pages, and of which session it is."""
+        session = request.headers.get("x-session-id") or fields.prompt_cache_key
+        return sharing(self._share_prefixes, request.state.tenant, fields.cache_salt, session)
+
     def cancel(self, asked: Asked) -> None:
         """Ends a request whose client has left."""
         asked.left = True
@@ -276,6 +290,7 @@ class Server(Serve):
         if self.options_by_batch:
             config = state._cb_config = state._cb_config or ContinuousBatchingConfig()
             config.per_request_processors = True
+            config.allow_block_sharing = config.allow_block_sharing and self._share_prefixes != "none"
             if self._structured:
                 self.grammars = Grammars(self.tokenizer, model.config.get_text_config(decoder=True).vocab_size)
                 config.use_async_batching = config.use_cuda_graph = False
@@ -302,6 +317,13 @@ class Server(Serve):
         async def models(_: Any) -> JSONResponse:
             return JSONResponse({"object": "list", "data": self._model_manager.list_models()})
 
+        async def session(request: Request) -> JSONResponse:
+            name = request.path_params["session"]
+            if self._manager is None:
+                raise Refusal("sessions need continuous batching", status=404)
+            call = self._manager.release if request.method == "DELETE" else self._manager.prefetch
+            return JSONResponse({"session": name, "pages": call(session_of(request.state.tenant, name))})
+
         def refused(_: Any, error: Exception) -> JSONResponse:
             self.observed.add(api.refusal(error).outcome)
             return api.answer_of(error)
@@ -317,6 +339,7 @@ class Server(Serve):
             Route("/v1/completions", api.Front(self, completions, Completion), methods=["POST"]),
             Route("/v1/chat/completions", api.Front(self, chats, Chat), methods=["POST"]),
             Route("/v1/responses", api.Front(self, responses, Response), methods=["POST"]),
+            Route("/v1/sessions/{session}", session, methods=["POST", "DELETE"]),
         ]
         self.app.user_middleware.append(Middleware(Gate, keys=self.keys, refuse=refused))  # within CORS, whose preflights have no key
         for kind in (HTTPException, CBWorkerDeadError, Refusal, Exception):

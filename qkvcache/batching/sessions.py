@@ -8,7 +8,6 @@ pool (`CompressedPagedCache`).
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from ..layers.snapshot import Snapshot
 from ..layers.snapshot_file import THREADS
+from ..storage.links import links
 from .metrics import Metrics
 from .statistics import Statistics
 
@@ -39,9 +39,9 @@ class Fetch:
     that they take, at most; `future`: of the thread that reads them, once it has begun."""
 
     tokens: list[int]
+    salt: bytes
     nbytes: int
     first: int = 0
-    names: list[bytes] = field(default_factory=list)
     pages: list[Snapshot] = field(default_factory=list)
     future: Future | None = None
 
@@ -51,7 +51,7 @@ class Sessions:
 
     Args:
         blocks: all blocks of the pool, uint8 `[N, bytes]`.
-        in_pool: the number of the first pages of a prompt that are in the pool.
+        in_pool: the number of pages, of the first ones with these links, that are in the pool.
         wake: called when pages were fetched.
 
     Pages depend on the statistics of their format, which are in the folder of the store: pages under others have other
@@ -64,7 +64,7 @@ class Sessions:
         statistics: Statistics,
         blocks: Tensor,
         counters: Metrics,
-        in_pool: Callable[[list[int]], int],
+        in_pool: Callable[[list[bytes]], int],
         wake: Callable[[], None],
     ):
         self.pages, self._statistics, self._blocks, self._counters = pages, statistics, blocks, counters
@@ -73,19 +73,19 @@ class Sessions:
         """Blocks that were copied to the host, whose references can be released."""
         self._stream = torch.cuda.Stream(blocks.device) if blocks.is_cuda else None
         self._fetches: dict[str, Fetch] = {}
-        self.names: dict[str, list[bytes]] = {}
-        """The names of the complete pages of running requests."""
         self._copier, self._writers, self._fetcher, self._readers = map(ThreadPoolExecutor, (1, WRITERS, 1, THREADS))
+        self._prefetcher, self._prefetches = ThreadPoolExecutor(1), dict[bytes, Future]()
+        """The reads of pages of sessions, by the last one: requests that wait go first."""
         self._copies: Future | None = None
         self._lock, self.unwritten = Lock(), 0
         """`unwritten`: the bytes of pages that wait to be written."""
 
     # Fetching.
 
-    def expect(self, request_id: str, tokens: list[int]) -> None:
-        """A request waits, whose prompt has `tokens` of which all but the last may be in pages."""
+    def expect(self, request_id: str, tokens: list[int], salt: bytes) -> None:
+        """A request waits, whose prompt has `tokens` of which all but the last may be in pages with this salt."""
         if self._begun() and (pages := (len(tokens) - 1) // self.pages.size):
-            self._fetches[request_id] = Fetch(tokens, pages * self._blocks.shape[1])
+            self._fetches[request_id] = Fetch(tokens, salt, pages * self._blocks.shape[1])
 
     def fetched(self, request_ids: Sequence[str]) -> set[str]:
         """The waiting requests whose pages are in host memory. Fetches those of the next ones, as many as the store may
@@ -102,7 +102,6 @@ class Sessions:
 
     def take(self, request_id: str, room: int) -> Fetch | None:
         """The fetched pages of a request that is admitted, if there is room for them."""
-        self.names[request_id] = []
         fetch = self._fetches.get(request_id)
         if fetch is None or fetch.future is None or len(fetch.pages) > room:
             return None
@@ -110,24 +109,38 @@ class Sessions:
         if error := fetch.future.exception():
             warnings.warn(f"pages could not be fetched, and are computed: {error}", stacklevel=2)
             return None
-        self.names[request_id] = fetch.names
         self._counters.pages_fetched += len(fetch.pages)
         return fetch
 
     def drop(self, request_id: str) -> None:
         """A request is gone."""
         self._fetches.pop(request_id, None)
-        self.names.pop(request_id, None)
 
     def _fetch(self, fetch: Fetch) -> None:
-        now = time.time_ns()
-        fetch.names = self.pages.names(fetch.tokens[:-1])
-        fetch.first = self._in_pool(fetch.tokens)
-        stored = [self.pages.touch(name, now, index) for index, name in enumerate(fetch.names)]
-        wanted = list(takewhile(lambda index: stored[index], range(fetch.first, len(stored))))
-        fetch.nbytes = len(wanted) * self._blocks.shape[1]
-        found = self._readers.map(lambda index: self.pages.find(fetch.names[index]), wanted)
-        fetch.pages = [page for page in takewhile(lambda page: page is not None, found) if page]
+        found = links(fetch.tokens[:-1], self.pages.size, fetch.salt)
+        fetch.first = self._in_pool(found)
+        fetch.pages = self._read(found, fetch.first)
+        fetch.nbytes = len(fetch.pages) * self._blocks.shape[1]
+
+    def _read(self, found: list[bytes], first: int) -> list[Snapshot]:
+        """The stored pages from number `first` on, up to one that is missing. All pages of the prompt count as used."""
+        now = self.pages.now()
+        stored = [self.pages.touch(link, now, index) for index, link in enumerate(found)]
+        wanted = takewhile(stored.__getitem__, range(first, len(found)))
+        pages = self._readers.map(lambda index: self.pages.find(found[index]), wanted)
+        return [page for page in takewhile(lambda page: page is not None, pages) if page]
+
+    def prefetch(self, found: list[bytes]) -> None:
+        """Reads pages into host memory, as many of the first ones as it may hold, for a request to come, unless they are being read."""
+        self._prefetches = {last: future for last, future in self._prefetches.items() if not future.done()}
+        if self._begun() and found[-1] not in self._prefetches:
+            most = self.pages.memory.max_bytes // self._blocks.shape[1]
+            self._prefetches[found[-1]] = self._prefetcher.submit(self._read, found[:most], 0)
+
+    def demote(self, dead: list[bytes]) -> None:
+        """Makes pages the first to go, once those that were completed before are copied."""
+        if dead and self._begun():
+            self._copier.submit(self.pages.demote, dead)
 
     def _begun(self) -> bool:
         """Whether pages have names, which depend on the statistics."""
@@ -138,33 +151,29 @@ class Sessions:
 
     # Storing.
 
-    def store(self, request_id: str, tokens: list[int], blocks: Sequence[int], first: int) -> None:
-        """Stores the complete pages of a request from page number `first` on, whose blocks are `blocks`; then they are
-        `copied`."""
-        self._copies = self._copier.submit(self._copy, request_id, tokens, blocks, first)
+    def store(self, found: Sequence[bytes], blocks: Sequence[int], first: int) -> None:
+        """Stores complete pages of a request, from page number `first` on, by their links, in `blocks`; then they are `copied`."""
+        self._copies = self._copier.submit(self._copy, found, blocks, first)
 
     def settle(self) -> None:
         """Waits until all pages are copied to the host."""
         if self._copies is not None:
             self._copies.result()
 
-    def _copy(self, request_id: str, tokens: list[int], blocks: Sequence[int], first: int) -> None:
-        now = time.time_ns()
+    def _copy(self, found: Sequence[bytes], blocks: Sequence[int], first: int) -> None:
+        now = self.pages.now()
         try:
             self._begun()  # the first step has set the statistics
-            names = self.pages.names(tokens, self.names.get(request_id, ()))
-            if request_id in self.names:
-                self.names[request_id] = names
             with torch.cuda.stream(self._stream):  # None on a CPU
-                for index, block in enumerate(blocks, first):
-                    if not self.pages.touch(names[index], now, index):  # else another request has stored it
-                        self._submit(names[index], self.pages.keep(names[index], self._blocks[block]), now, index)
+                for index, (link, block) in enumerate(zip(found, blocks, strict=True), first):
+                    if not self.pages.touch(link, now, index):  # else another request has stored it
+                        self._submit(link, self.pages.keep(link, self._blocks[block]), now, index)
         except Exception as error:  # in a thread of its own
             warnings.warn(f"pages are not stored: {error!r}", stacklevel=2)
         finally:
             self.copied.extend(blocks)
 
-    def _submit(self, name: bytes, page: Snapshot, now: int, index: int) -> None:
+    def _submit(self, link: bytes, page: Snapshot, now: int, index: int) -> None:
         if self.pages.directory is None:
             return
         with self._lock:
@@ -172,10 +181,10 @@ class Sessions:
                 warnings.warn("pages are not written to the store: the disk is slower than the requests", stacklevel=2)
                 return
             self.unwritten += page.nbytes
-        self._writers.submit(self._write, name, page, now, index)
+        self._writers.submit(self._write, link, page, now, index)
 
-    def _write(self, name: bytes, page: Snapshot, now: int, index: int) -> None:
-        reason = self.pages.write(name, page, now, index)
+    def _write(self, link: bytes, page: Snapshot, now: int, index: int) -> None:
+        reason = self.pages.write(link, page, now, index)
         with self._lock:
             self.unwritten -= page.nbytes
             self._counters.pages_written += reason is None
@@ -185,5 +194,6 @@ class Sessions:
     def close(self) -> None:
         """Waits until all pages are written."""
         self.settle()
-        for threads in (self._fetcher, self._readers, self._copier, self._writers):
-            threads.shutdown(cancel_futures=threads in (self._fetcher, self._readers))
+        reading = self._fetcher, self._prefetcher, self._readers
+        for threads in (*reading, self._copier, self._writers):
+            threads.shutdown(cancel_futures=threads in reading)

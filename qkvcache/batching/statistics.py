@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -42,19 +43,21 @@ class Statistics:
     def load(path: str | Path, format: Format) -> Statistics:
         """Reads statistics that `save` wrote.
 
-        Raises ValueError for other files, and for statistics of another format.
+        Raises ValueError for other files, damaged ones, and statistics of another format; OSError for a file that cannot be read.
         """
         statistics = Statistics(format)
         try:
             with opened(Path(path)) as file:
-                name = (file.metadata() or {}).get("format")
+                header = file.metadata() or {}
                 statistics.stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"statistics={str(path)!r} cannot be read: {error}") from error
-        if name != format.name:
+        except SafetensorError as error:
+            raise ValueError(f"statistics={str(path)!r} are damaged: {error}") from error
+        if (name := header.get("format")) != format.name:
             raise ValueError(
                 f"statistics={str(path)!r} are of format {name!r}, not of {format.name!r}: pass format={name!r}, or another file"
             )
+        if header.get("digest", digest := statistics.digest().hex()) != digest:  # earlier releases wrote none
+            raise ValueError(f"statistics={str(path)!r} are damaged: their contents were changed")
         return statistics
 
     def save(self, path: str | Path) -> None:
@@ -64,13 +67,31 @@ class Statistics:
         """
         if self.pending or not self.layers:
             raise ValueError("there are no statistics yet: they come from the first prompts")
-        save(Path(path), self._tensors(), {"format": self.format.name})
+        save(Path(path), self._tensors(), {"format": self.format.name, "digest": self.digest().hex()})
 
     def known(self) -> bool:
         """Whether all layers have statistics: their own, or those that another process has written by now."""
-        if not self.stored and (self.pending or not self.layers) and self.shared is not None and self.shared.exists():
-            self.stored = Statistics.load(self.shared, self.format).stored
+        if not self.stored and (self.pending or not self.layers) and self.shared is not None:
+            self._take(self.shared)
         return bool(self.stored) or not self.pending
+
+    def _take(self, shared: Path) -> None:
+        """Takes over a shared file. A damaged one is removed, as a page is, and computed again. One that cannot be read stays, and this
+        process has statistics of its own."""
+        try:
+            self.stored = Statistics.load(shared, self.format).stored
+        except FileNotFoundError:
+            pass
+        except ValueError as error:
+            warnings.warn(f"{shared} is removed: {error}", stacklevel=4)
+            with suppress(OSError):
+                shared.unlink(missing_ok=True)
+        except OSError as error:
+            self._alone(error)
+
+    def _alone(self, error: OSError) -> None:
+        warnings.warn(f"{self.shared} stays, and cannot be used: {error}; pages of other processes are not found", stacklevel=5)
+        self.shared = None
 
     def digest(self) -> bytes:
         """A digest of the statistics of all layers."""
@@ -101,9 +122,12 @@ class Statistics:
         if self.shared is not None and self._lock is None:
             import fcntl  # not on Windows
 
-            self._lock = os.open(self.shared.with_suffix(".lock"), os.O_CREAT | os.O_RDWR)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)  # until it is closed, or the process ends
-            self.known()
+            try:
+                self._lock = os.open(self.shared.with_suffix(".lock"), os.O_CREAT | os.O_RDWR, 0o600)
+                fcntl.flock(self._lock, fcntl.LOCK_EX)  # until it is closed, or the process ends
+                self.known()
+            except OSError as error:
+                self._alone(error)
         if self._examines and (ratio := outlying(x[0])) > FAR:
             self._examines = False
             warnings.warn(
@@ -117,10 +141,14 @@ class Statistics:
         else:
             self._fill(layer, self.stored)
         self.pending.discard(layer)
-        if self.shared is not None and self._lock is not None and not self.pending:
-            if not self.stored:
-                self.save(self.shared)
+        if self._lock is not None and not self.pending:
+            try:
+                if not self.stored and self.shared is not None:
+                    self.save(self.shared)
+            except OSError as error:
+                self._alone(error)
             os.close(self._lock)
+            self._lock = None
 
     def _fill(self, layer: int, found: Codes, rank: int = 0) -> None:
         for name, out in _named(layer, self.layers[layer]).items():

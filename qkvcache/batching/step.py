@@ -103,7 +103,7 @@ class Batch:
         count = self.count
         of = numpy.arange(len(count)).repeat(count)
         place = numpy.arange(len(of)) + (self.past + count - count.cumsum())[of]
-        kept = numpy.maximum(self.end - slots, sinks)[of]
+        kept = numpy.maximum(self.end - slots, sinks if self.rings.read else 0)[of]
         writes = numpy.empty((3, len(of)), numpy.int64)
         page = place // size if self.layout.blocks_held is None else place // size % self.layout.blocks_held
         writes[0] = self.blocks[of, page]  # int64 from here on
@@ -197,7 +197,7 @@ class Rows:
 
 class PromptChunks:
     """Consecutive prompts, or parts of prompts, in a batch: its queries `begin` to `end`. Attention reads the tokens of all of them one
-    after another, only the new tokens if `past` is None.
+    after another, only the new tokens if `past` is None. Where rings are not read, it reads the new tokens in pages, too.
 
     batch: the requests alone.
     tokens: number of past and new tokens.
@@ -218,16 +218,18 @@ class PromptChunks:
         """The numbers to send to the device: the first query of each row and, if any row has a past, also the first
         token of each row, columns, tables and tiles."""
         starts = [numpy.concatenate([[0], numbers.cumsum()]) for numbers in (self.batch.count, self.keys)]
-        if not self.batch.past_read.any():
+        reads_new = self.batch.rings.read
+        if reads_new and not self.batch.past_read.any():
             return starts[:1]
-        self.columns, table = self.batch.before()
+        self.columns, table = self.batch.before() if reads_new else self.batch.after()
         return [*starts, self.columns.ravel(), table.ravel(), gather_tiles(self.keys.tolist())]
 
     def receive(self, sent: Iterator[Tensor]) -> None:
         """Receives its `numbers` as tensors on the device."""
         queries, keys, starts = self.batch.count.tolist(), self.keys.tolist(), next(sent)
-        self.sequences = Sequences(queries, keys, (starts, starts if queries == keys else next(sent)))
-        if queries != keys:
+        alone = queries == keys and self.batch.rings.read
+        self.sequences = Sequences(queries, keys, (starts, starts if alone else next(sent)))
+        if not alone:
             columns, table, tiles = (next(sent) for _ in range(3))
             longest = int(self.columns[:, LENGTH].max())
             self.past = Rows(columns.view(len(keys), -1), table.view(len(keys), -1), longest, tiles=tiles.view(-1, 2))
@@ -266,7 +268,7 @@ def step_of_batch(batch: Batch, scratch_tokens: int, tokens: int, device: torch.
     """The step of a batch padded at its end to `tokens` tokens. Chunks of prompts read their past through a scratch of `scratch_tokens`."""
     count = batch.count
     begins = count.cumsum() - count
-    single = (count == 1) & (batch.past > 0)
+    single = (count == 1) & (batch.past > 0) & batch.rings.read
     chunks = [PromptChunks(batch.pick(at), int(begins[at[0]]), scratch_tokens) for at in _joined(batch, ~single, scratch_tokens)]
     slots = numpy.full((3, tokens), -1)
     slots[:, : batch.tokens] = batch.writes()

@@ -56,7 +56,7 @@ class PageStore:
         prepare(layout.codecs, (layout.head_dim,) * 2, layout.dtype, like.device)
         self._together = reads_together(query_groups, layout.head_dim, like.device)
         self.scratch_tokens = CHUNK_BYTES // (2 * like[0].nbytes)
-        self._ring_index = {layer: i for i, layer in enumerate(self.group_of)}
+        self.ring_index = {layer: i for i, layer in enumerate(self.group_of)}
         self.launches: dict[int, dict[str, Any]] = {layer: {} for layer in self.group_of}
         self.unwritten = set(self.group_of)
         """The layers that have not yet stored a token."""
@@ -102,7 +102,7 @@ class PageStore:
 
     def _ring(self, layer: int) -> Pair:
         """The rings of a layer, `[F, H, R, D]`."""
-        return self.rings.layer(self._ring_index[layer])
+        return self.rings.layer(self.ring_index[layer])
 
     # A forward pass.
 
@@ -111,6 +111,8 @@ class PageStore:
         before = numpy.array(past)
         after = before + numpy.array(count)
         rows, since = self.rings.extend(requests, before, after)
+        if not self.rings.read and (since > before - before % self.rings.slots).any():
+            raise RuntimeError("a request has lost the exact tokens of its page to another one: its answer would not be reproducible")
         if self.budget is not None:
             ends = after[after - before == 1]
             skipped = ends - numpy.maximum(ends * self.budget.share // WHOLE, self.budget.tokens)

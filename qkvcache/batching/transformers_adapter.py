@@ -11,8 +11,9 @@ import copy
 import inspect
 import sys
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain, islice, takewhile
 from math import ceil, lcm
@@ -32,10 +33,13 @@ from ..formats import Format
 from ..kernels import AttentionBudget
 from ..kernels.attend.chunked import CHUNK_BYTES
 from ..releases import LAST_TESTED, warn_if_newer
+from ..storage.links import links
 from .attention import NAME, NewKV, paged_attention
+from .branches import Branches
 from .grammars import Grammar, masked
 from .layout import PAGE_ALIGNMENT, BlockLayout
 from .metrics import Metrics
+from .reproducible import FixedRows
 from .requests import ASKED, Asked, StopStrings, check_prompt
 from .rings import Rings
 from .sampling import GREEDY, gumbel, key, sampling_options
@@ -192,9 +196,13 @@ class CompressedAllocator(FullAttentionCacheAllocator):
     transformers. A page has the bytes of `storage.PageLayout`, and kernels read it as they read those of `storage.PagePool`.
     """
 
+    ledger: Any
+
     def __init__(self, group: LayerGroup, index: int, allow_block_sharing: bool):
         self.group = group
         window = group.layout.window
+        self.salts: dict[str, bytes] = {}
+        """The salts of requests that share blocks with some others alone."""
         self.supports_block_sharing = window is None
         self.most_tokens = sys.maxsize if window is None else window
         self._before_cache_tensor_init(
@@ -210,11 +218,43 @@ class CompressedAllocator(FullAttentionCacheAllocator):
         self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
         self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
         self.write_trash_index = 0  # sector 0 holds no request
+        self.ledger.cached_blocks = OrderedDict()
         self.group.bind(cache_tensor)
 
     def _compute_blocks_needed(self, allocated_blocks: int, past_length: int, query_length: int) -> int:
         tokens = min(past_length + query_length, self.most_tokens)
         return super()._compute_blocks_needed(allocated_blocks, 0, tokens)
+
+    # A block has the link of its page as its hash, in place of the 64 bits of transformers, with which two prompts can be made to collide.
+
+    def find(self, found: Sequence[bytes]) -> list[int]:
+        """The blocks of the first of these links that have one."""
+        known = self.ledger.hash_to_block
+        return [known[link] for link in takewhile(known.__contains__, found)]
+
+    def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
+        """Names complete blocks. One that another request has, too, is exchanged for the other's."""
+        table, ledger = self.block_table[request_id], self.ledger
+        known = [ledger.block_to_hash[block] for block in takewhile(ledger.block_to_hash.__contains__, table)]
+        tokens = token_ids[: (len(known) + new_new_blocks) * self.tokens_per_page]
+        every = links(tokens, self.tokens_per_page, self.salts.get(request_id, b""), known)
+        for index in range(len(known), len(every)):
+            same = ledger.register_new_hash(table[index], every[index])
+            if same is not None:
+                ledger.acquire(same)
+                if ledger.release(table[index]):
+                    self.pool.free_blocks(self.index, [table[index]])
+                table[index] = same
+
+    def is_read(self, link: bytes) -> bool:
+        """Whether a request has the block of this link."""
+        block = self.ledger.hash_to_block.get(link)
+        return block is not None and block not in self.ledger.cached_blocks
+
+    def demote(self, dead: Sequence[bytes]) -> None:
+        """Makes the cached blocks of these links the first to go, the last ones before the others."""
+        for block in filter(self.ledger.cached_blocks.__contains__, map(self.ledger.hash_to_block.get, dead)):
+            self.ledger.cached_blocks.move_to_end(block, last=False)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Frees the blocks of a request, the last ones first: more requests share its first ones, which are evicted last."""
@@ -260,6 +300,7 @@ class CompressedPagedCache(PagedAttentionCache):
         max_requests: int | None,
         max_blocks_per_request: int | None,
         store: PrefixStore | None = None,
+        reproducible: bool = False,
         wake: Callable[[], Any] = bool,
     ):
         smallest = copy.copy(continuous_batching_config)
@@ -269,6 +310,7 @@ class CompressedPagedCache(PagedAttentionCache):
         self.counters = counters
         stock: list[Any] = list(self.cache_allocators.values())
         heads, head_dim, page_size = stock[0].num_key_value_heads, stock[0].head_dim, stock[0].tokens_per_page
+        residual_length = page_size - 1 if reproducible else residual_length
         layout = page_layout(config, statistics.format, heads, head_dim, page_size, num_sink_tokens, dtype)
         size = PoolSize(
             config, continuous_batching_config, dtype, layout.nbytes, layout.ring_bytes(residual_length),
@@ -279,9 +321,10 @@ class CompressedPagedCache(PagedAttentionCache):
             ),
         )  # fmt: skip
         # The new token is in the ring too.
-        rings = Rings(config.num_hidden_layers, size.rings, heads, residual_length + 1, head_dim, dtype, device)
+        rings = Rings(config.num_hidden_layers, size.rings, heads, residual_length + 1, head_dim, dtype, device, not reproducible)
         groups = [LayerGroup(replace(layout, window=getattr(held, "sliding_window", None)), held.layer_indices, rings) for held in stock]
         text = f"{type(layout.format).__module__} {layout}, {config.num_hidden_layers} layers, {residual_length} last tokens, {budget}"
+        text += ", reproducible" * reproducible
         pages = None if store is None else self._stored_pages(store, text, page_size, statistics, distributed_helper)
         query_groups = -(-config.num_attention_heads // (heads * distributed_helper.tp_size))
         self.store = PageStore(groups, rings, statistics, distributed_helper.tp_local_rank, query_groups, budget)
@@ -300,6 +343,10 @@ class CompressedPagedCache(PagedAttentionCache):
         self.tokens_per_sector = page_size * max(held.blocks_per_sector for held in self.allocators)
         self.max_tokens_read = self.tokens_per_sector * self.num_sectors
 
+        if reproducible:
+            if len(groups) > 1 or groups[0].layout.window is not None:
+                raise NotImplementedError("reproducible=True: pages of layers with a sliding window hold their last tokens alone")
+            max_blocks_per_request = 0
         if max_blocks_per_request is None:
             longest = getattr(config, "max_position_embeddings", None) or self.max_tokens_read
             max_blocks_per_request = min(ceil(longest / page_size), self.max_tokens_read // page_size)
@@ -310,13 +357,16 @@ class CompressedPagedCache(PagedAttentionCache):
         self.stream: Any = None
         """The stream that steps run on."""
         self.sessions: Sessions | None = None
+        self.branches, self.released = Branches(), set[str]()
+        """The pages of sessions, and the sessions to be released before the next step."""
+        self._session: dict[str, str] = {}
+        """The session of each request that has one."""
         self._stored: dict[str, int] = {}
         """The number of pages of each request that were found or stored."""
+        self._of_requests: tuple[dict[str, Any], ...] = (self._stored, self._session, self.allocators[0].salts)
         if pages is not None:
             (held,) = self.allocators
-            self.sessions = Sessions(
-                pages, statistics, held._copy_view, counters, lambda tokens: len(held.match_prefix_blocks(tokens)), wake
-            )
+            self.sessions = Sessions(pages, statistics, held._copy_view, counters, lambda found: len(held.find(found)), wake)
 
     def _stored_pages(
         self, store: PrefixStore, text: str, page_size: int, statistics: Statistics, helper: DistributedHelper
@@ -391,22 +441,45 @@ class CompressedPagedCache(PagedAttentionCache):
     # The lifetime of a request.
 
     def matched(self, prompt_ids: list[int]) -> list[int]:
-        """The tokens of a prompt that blocks are searched for: not the last ones, which are computed again, so that the ring has them."""
-        return prompt_ids[: max(len(prompt_ids) - self.store.rings.slots + 1, 0)]
+        """The tokens of a prompt that blocks are searched for: not the last ones, which are computed again, so that the ring has them. A
+        ring of the tokens of one page needs none of those in blocks."""
+        return prompt_ids[: max(len(prompt_ids) - self.store.rings.slots + 1, 0)] if self.store.rings.read else prompt_ids
+
+    def expect(self, state: Request) -> None:
+        """A request waits, for the pages of its salt and session."""
+        if state.salt:
+            self.allocators[0].salts[state.request_id] = state.salt
+        if state.session is not None:
+            self._session[state.request_id] = state.session
+        if self.sessions is not None and not state.is_cpu_offloaded:
+            self.sessions.expect(state.request_id, self.matched(state.initial_tokens), state.salt)
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """Finds cached blocks as transformers does, among them the pages that were fetched for the request."""
-        tokens = self.matched(prompt_ids)
+        """Finds cached blocks as transformers does, but by their links, among them the pages that were fetched for the request."""
+        if not self.use_prefix_sharing:
+            return 0
+        (held,), tokens = self.allocators, self.matched(prompt_ids)[:-1]
+        salt = held.salts.get(request_id, b"")
+        found = links(tokens, held.tokens_per_page, salt)
         if self.sessions is not None:
-            self._place(self.sessions, request_id, tokens)
-        found = super().search_prefix_match(request_id, tokens)
-        self._stored[request_id] = found // self.allocators[0].tokens_per_page
-        return found
+            self._place(self.sessions, request_id, found, tokens, salt)
+        blocks = held.find(found)
+        if blocks:
+            held.acquire_prefix_blocks(request_id, len(blocks) * held.tokens_per_page, blocks)
+        if session := self._session.get(request_id):
+            self._demote(self.branches.turn(session, found, held.is_read))
+        self._stored[request_id] = len(blocks)
+        return len(blocks) * held.tokens_per_page
 
-    def _place(self, sessions: Sessions, request_id: str, tokens: list[int]) -> None:
+    def _demote(self, dead: list[bytes]) -> None:
+        self.allocators[0].demote(dead)
+        if self.sessions is not None:
+            self.sessions.demote(dead)
+
+    def _place(self, sessions: Sessions, request_id: str, prompt: list[bytes], tokens: list[int], salt: bytes) -> None:
         """Copies the fetched pages of a request into blocks, as those of a request that has ended."""
         (held,) = self.allocators
-        found = held.match_prefix_blocks(tokens)
+        found = held.find(prompt)
         held.acquire_prefix_blocks(FETCHED, len(found) * held.tokens_per_page, found)
         if fetch := sessions.take(request_id, held.room - 1):
             state = RequestState(FETCHED, tokens, position_offset=len(found) * held.tokens_per_page)
@@ -415,6 +488,7 @@ class CompressedPagedCache(PagedAttentionCache):
                 with stream_context(self.stream):
                     for block, page in zip(held.block_table[FETCHED][len(found) :], pages, strict=True):
                         held._copy_view[block].copy_(page.to(held._copy_view.device, copy=False).tensors["page"])
+                held.salts[FETCHED] = salt
                 held.mark_complete_blocks(FETCHED, tokens, len(pages))
         held.free_blocks(FETCHED)
 
@@ -437,13 +511,18 @@ class CompressedPagedCache(PagedAttentionCache):
             return
         if held.room < count and self.sessions is not None:
             self.sessions.settle()
-            self.release_copied()
+            self._release_copied()
         missing = count - (held.room - len(held.ledger.cached_blocks))
         if 0 < missing <= len(held.ledger.cached_blocks):
             held.evict(missing)
 
-    def release_copied(self) -> None:
-        """Releases the blocks that were copied to the host."""
+    def release(self) -> None:
+        """Releases the sessions that are to be released, and the blocks that were copied to the host."""
+        while self.released:
+            self._demote(self.branches.release(self.released.pop()))
+        self._release_copied()
+
+    def _release_copied(self) -> None:
         while self.sessions is not None and self.sessions.copied:
             (held,), block = self.allocators, self.sessions.copied.popleft()
             if held.ledger.release(block):
@@ -463,9 +542,9 @@ class CompressedPagedCache(PagedAttentionCache):
         forked = super().prepare_fork_request(src_state, dst_req_ids, copy_src_and_dst)
         for request_id in forked:
             self.store.fork(src_state.request_id, request_id)
-            if self.sessions is not None:
-                self._stored[request_id] = self._stored.get(src_state.request_id, 0)
-                self.sessions.names[request_id] = self.sessions.names.get(src_state.request_id, [])
+            for of_request in self._of_requests:
+                if src_state.request_id in of_request:
+                    of_request[request_id] = of_request[src_state.request_id]
         return forked
 
     def perform_cache_copy(self, copy_src_and_dst: dict[str, tuple[list[int], list[int]]]) -> None:
@@ -476,14 +555,15 @@ class CompressedPagedCache(PagedAttentionCache):
         self.counters.preemptions += no_cache  # only offloading needs it
         super().free_blocks(request_id, no_cache)
         self.store.rings.release(request_id)
-        self._stored.pop(request_id, None)
+        for of_request in self._of_requests:
+            of_request.pop(request_id, None)
         if self.sessions is not None:
             self.sessions.drop(request_id)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         if self.sessions is not None:
             self.sessions.settle()
-            self.release_copied()
+            self._release_copied()
         super().free_all_requests(clear_ledgers)
         for request_id in list(self.store.rings.by_request):
             self.store.rings.release(request_id)
@@ -497,18 +577,21 @@ class CompressedPagedCache(PagedAttentionCache):
                 tokens = state.initial_tokens + state.generated_tokens
                 self.cache_allocators[name].mark_complete_blocks(state.request_id, tokens, count)
             self.store.forget(state.request_id)  # its blocks were exchanged for others with the same tokens
-            if self.sessions is not None:
-                self._store(self.sessions, state)
+            self._completed(state.request_id)
 
-    def _store(self, sessions: Sessions, state: RequestState) -> None:
+    def _completed(self, request_id: str) -> None:
         """Stores the pages of a request that were completed. Its blocks stay until they are copied."""
-        (held,), first = self.allocators, self._stored.get(state.request_id, 0)
-        blocks = list(takewhile(held.ledger.block_to_hash.__contains__, held.block_table[state.request_id]))
-        self._stored[state.request_id] = len(blocks)
-        for block in blocks[first:]:
-            held.ledger.acquire(block)
-        tokens = (state.initial_tokens + state.generated_tokens)[: len(blocks) * held.tokens_per_page]
-        sessions.store(state.request_id, tokens, blocks[first:], first)
+        held, first = self.allocators[0], self._stored.get(request_id, 0)
+        known = held.ledger.block_to_hash
+        blocks = list(takewhile(known.__contains__, held.block_table[request_id]))[first:]
+        found = [known[block] for block in blocks]
+        self._stored[request_id] = first + len(blocks)
+        if session := self._session.get(request_id):
+            self.branches.add(session, found)
+        if self.sessions is not None:
+            for block in blocks:
+                held.ledger.acquire(block)
+            self.sessions.store(found, blocks, first)
 
 
 # Requests and their tokens.
@@ -518,6 +601,8 @@ class Request(RequestState):
     """A request that can end at strings and knows how many tokens of its prompt were already in pages."""
 
     stop: StopStrings | None = None
+    salt = b""
+    session: str | None = None
     asked: Asked | None = None
     grammar: Grammar | None = None
     cached_tokens: int | None = None
@@ -547,7 +632,8 @@ class Request(RequestState):
     def create_equivalent_initial_request(self) -> Request:
         state: Any = super().create_equivalent_initial_request()
         state.__class__ = Request
-        state.stop, state.asked, state.grammar, state.cached_tokens = self.stop, self.asked, self.grammar, self.cached_tokens
+        for name in ("stop", "salt", "session", "asked", "grammar", "cached_tokens"):
+            setattr(state, name, getattr(self, name))
         return state
 
 
@@ -568,10 +654,9 @@ class Requests:
     cache: CompressedPagedCache
     active_requests: dict[str, RequestState]
 
-    def add_waiting_request(self, state: RequestState) -> None:
+    def add_waiting_request(self, state: Request) -> None:
         super().add_waiting_request(state)  # type: ignore[misc]
-        if self.cache.sessions is not None and not state.is_cpu_offloaded:
-            self.cache.sessions.expect(state.request_id, self.cache.matched(state.initial_tokens))
+        self.cache.expect(state)
 
     def _get_waiting_candidates(self) -> list[RequestState]:
         """The waiting requests whose stored pages have been fetched. A client that has fewer requests running or before goes first."""
@@ -582,6 +667,8 @@ class Requests:
                 ranked.append((held[client_of(state)], state))
                 held[client_of(state)] += 1
             states = [state for _, state in sorted(ranked, key=itemgetter(0))]
+        if not (rings := self.cache.store.rings).read:  # each running request keeps its ring
+            states = states[: max(rings.count - len(self.active_requests), 0)]
         if self.cache.sessions is None:
             return states
         fetched = self.cache.sessions.fetched([state.request_id for state in states])
@@ -746,7 +833,7 @@ class CompressedProcessor(ContinuousBatchProcessor):
         scheduler.add_waiting_request(again)
 
     def prepare_next_batch(self) -> bool:
-        self.cache.release_copied()
+        self.cache.release()
         if self.scheduler.waiting_requests:
             self._give_way()
         else:
@@ -765,7 +852,8 @@ class CompressedProcessor(ContinuousBatchProcessor):
                 self.scheduler.block_new_requests = False
 
     def _generation_step(self, model: torch.nn.Module) -> None:
-        super()._generation_step(model)
+        with nullcontext() if self.cache.store.rings.read else FixedRows(model.device.type == "cpu"):
+            super()._generation_step(model)
         if layers := self.cache.store.unwritten:
             raise NotImplementedError(
                 f"{type(model).__name__}: layers {sorted(layers)} stored nothing in compressed pages, and would forget all tokens: their "
@@ -802,10 +890,19 @@ class CompressedManager(ContinuousBatchingManager):
         config, on_cuda = self.continuous_batching_config, model.device.type == "cuda"
         # Batches with prompts run eagerly: their launches depend on the number of prompts.
         wanted = asked.use_cuda_graph is None or asked.cuda_graph_booleans[1]
+        self.reproducible = bool(options.get("reproducible"))
         graphs = on_cuda and get_accelerator_graph_name() is not None and wanted and asked.max_blocks_per_request != 0
+        graphs = graphs and not self.reproducible
         config.use_cuda_graph = (False, graphs)
         if asked.use_async_batching is None:
             config.use_async_batching = graphs
+        if self.reproducible and config.varlen_compile_config is not None:
+            raise NotImplementedError("reproducible=True with compiled layers, which round by the shapes of a step: leave one of them out")
+        if self.reproducible and (config.cpu_offload_space or self.num_return_sequences > 1):
+            raise NotImplementedError(
+                "reproducible=True with cpu_offload_space or num_return_sequences, which continue a request without the exact tokens of "
+                "its page: leave them out, or send the prompt several times"
+            )
         compiling, config.varlen_compile_config, config.decode_compile_config = config.varlen_compile_config, None, None
         if asked.per_request_processors:
             if asked.return_logprobs:
@@ -883,7 +980,8 @@ class CompressedManager(ContinuousBatchingManager):
         Args:
             options: `stop`, the `StopStrings` that end the answer, which includes their tokens; `temperature`, `top_p` and `seed` of this
                 request, if the config has `per_request_processors`; `grammar`, the `Grammar` that the answer follows, if the config has
-                neither `use_async_batching` nor `use_cuda_graph` then.
+                neither `use_async_batching` nor `use_cuda_graph` then; `salt`, bytes: the request shares pages with those of the same salt
+                alone; and `session`, a name: pages of its earlier requests with which the prompt does not begin are the first to go.
 
         Raises:
             ValueError, TypeError: a prompt that `check_prompt` refuses, or options that the manager does not have; nothing is added.
@@ -904,7 +1002,10 @@ class CompressedManager(ContinuousBatchingManager):
         else:
             self._check_unused(request_id)
         stop, grammar = options.pop("stop", None), options.pop("grammar", None)
+        salt, session = options.pop("salt", b""), options.pop("session", None)
         try:
+            if not isinstance(salt, bytes) or not isinstance(session, str | None):
+                raise TypeError(f"salt={salt!r:.60}, session={session!r:.60}: expected bytes, and a string or None")
             config = self.continuous_batching_config
             ahead = config.use_async_batching or any(config.cuda_graph_booleans)
             if grammar is not None and (ahead or not isinstance(self.logit_processor, Sampling)):
@@ -933,7 +1034,7 @@ class CompressedManager(ContinuousBatchingManager):
             streaming=streaming,
             logit_processor_kwargs=options,
         )
-        state.stop, state.asked, state.grammar = stop, asked, grammar
+        state.stop, state.asked, state.grammar, state.salt, state.session = stop, asked, grammar, salt, session
         if asked is not None:
             asked.admitted, asked.max_new_tokens = True, most
         self.input_queue.put(state, timeout=10)
@@ -956,6 +1057,22 @@ class CompressedManager(ContinuousBatchingManager):
             except MemoryError as error:
                 self.output_router.fail_and_deliver(Request(name, list(ids)), error)
         return names
+
+    def release(self, session: str) -> int:
+        """Ends a session of `add_request`: its pages are the first to go, in the pool and in the store. Returns their number."""
+        cache = self._pool()
+        if count := len(cache.branches.pages(session)):
+            cache.released.add(session)
+        return count
+
+    def prefetch(self, session: str) -> int:
+        """Reads the stored pages of a session into host memory, where its next turn finds them at once. Returns before they are there;
+        the number of the session's pages, or 0 without a store."""
+        cache = self._pool()
+        found = cache.branches.pages(session) if cache.sessions is not None else []
+        if found:
+            cache.sessions.prefetch(found)  # type: ignore[union-attr]
+        return len(found)
 
     def _check_unused(self, request_id: str) -> None:
         """Raises ValueError if a request that has not ended has this id: both would read and write the same pages."""

@@ -72,7 +72,9 @@ def load(
         with reading(file):
             for layer, part in zip(cache.layers, stored, strict=True):
                 check(layer, part, tokens, rows)
-    except Damaged as reason:
+    except FileNotFoundError:
+        raise
+    except (Damaged, OSError) as reason:
         raise ValueError(f"{str(path)!r} is refused: {reason}") from reason
     devices = [device] * len(stored) if isinstance(device, str | torch.device) else list(device)
     if len(devices) != len(stored):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -22,6 +22,13 @@ ApiKeys = Annotated[
     ),
 ]
 NoApiKey = Annotated[bool, typer.Option("--no-api-key", help="Serve everybody, where --host is not this machine.")]
+Reproducible = Annotated[
+    bool, typer.Option("--reproducible", help="The same prompt has the same answer at temperature 0, whatever else was sent; slower.")
+]
+SharePrefixes = Annotated[
+    Literal["all", "key", "none"],
+    typer.Option(help="Whose prompts share pages: those with the same API key (all, where there is none), all, or none."),
+]
 StructuredOutputs = Annotated[
     bool, typer.Option("--structured-outputs", help="Take response_format with a JSON schema; steps of a GPU are then slower.")
 ]
@@ -62,6 +69,8 @@ def serve(
     store_time_to_live: Annotated[
         float | None, typer.Option(help="Seconds after their last use for which pages are kept in the folder; for ever by default.", min=1)
     ] = None,
+    reproducible: Reproducible = False,
+    share_prefixes: SharePrefixes = "key",
     grace_seconds: Annotated[float, typer.Option(help="Seconds that running requests have after SIGTERM or Ctrl-C.", min=0)] = 20.0,
     structured_outputs: StructuredOutputs = False,
     api_key: ApiKeys = None,
@@ -93,8 +102,10 @@ def serve(
         called["structured_outputs"] = structured_outputs
         cache = {"format": format, "num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
         cache |= {"attention_budget": budget_of(attention_budget, "--attention-budget"), "offload_pages": offload_pages}
+        cache |= {"reproducible": True} if reproducible else {}
         size = int(bytes_of(store_bytes, "--store-bytes") or 0)
         stored: dict[str, Any] = {"store": store, "store_bytes": size, "store_time_to_live": store_time_to_live}
+        stored["share_prefixes"] = share_prefixes
         server = Server(model, cache, metrics_interval=metrics_interval, grace_seconds=grace_seconds, **stored, **called, **options)
     try:
         server.run()

@@ -82,6 +82,6 @@ def _row(path: Path, contents: bool) -> dict:
         row |= {"model": file.model, "tokens": file.tokens, "cache": file.text, "cuts": file.cuts}
         if contents:
             file.checked()
-    except (disk.Damaged, FileNotFoundError) as error:
+    except (disk.Damaged, OSError) as error:
         row["problem"] = str(error)
     return row

@@ -7,6 +7,7 @@ damage and mistakes; they are not a signature.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -23,7 +24,7 @@ import numpy
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from .snapshot import Snapshot
@@ -37,7 +38,7 @@ WRITING = ".writing"
 
 
 class Damaged(Exception):
-    """Raised for a file that must not be loaded, with the reason."""
+    """Raised for a file that was read and must not be loaded, with the reason. A file that cannot be read raises OSError."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,15 @@ class Parts:
 
     def snapshots(self, only: Collection[str] | None = None) -> dict[str, Snapshot]:
         """The parts, or `only` some of them, unchecked; their tensors are views of the file."""
-        tensors: dict[str, dict[str, Tensor]] = {name: {} for name in self.parts if only is None or name in only}
         with opened(self.path) as handle:
-            for name in handle.keys():  # noqa: SIM118  (it is no dictionary)
-                part, _, own = name.partition(".")
-                if only is None or part in only:
-                    tensors[part][own] = handle.get_tensor(name)
+            return self._of(handle, only)
+
+    def _of(self, handle: Any, only: Collection[str] | None = None) -> dict[str, Snapshot]:
+        tensors: dict[str, dict[str, Tensor]] = {name: {} for name in self.parts if only is None or name in only}
+        for name in handle.keys():  # noqa: SIM118  (it is no dictionary)
+            part, _, own = name.partition(".")
+            if only is None or part in only:
+                tensors[part][own] = handle.get_tensor(name)
         return {name: Snapshot(self.parts[name]["kind"], own, self.parts[name]["numbers"]) for name, own in tensors.items()}
 
     def verify(self, name: str, part: Snapshot, chunks: int | None = None) -> None:
@@ -63,11 +67,15 @@ class Parts:
             raise Damaged(f"the contents of {f'layer {name}' if name[:1].isdigit() else name} were changed")
 
     def checked(self, only: Collection[str] | None = None) -> dict[str, Snapshot]:
-        """All parts, or `only` some. Raises Damaged if one is not what was written, FileNotFoundError if the file was removed."""
-        with reading(self.path):
-            parts = self.snapshots(only)
-            for name, part in parts.items():
-                self.verify(name, part)
+        """All parts, or `only` some. Raises Damaged if one is not what was written, OSError if the file cannot be read, FileNotFoundError
+        if it was removed."""
+        with reading(self.path), opened(self.path) as handle:
+            return self._checked(handle, only)
+
+    def _checked(self, handle: Any, only: Collection[str] | None = None) -> dict[str, Snapshot]:
+        parts = self._of(handle, only)
+        for name, part in parts.items():
+            self.verify(name, part)
         return parts
 
 
@@ -96,18 +104,46 @@ def write(
 
 def read_header(path: Path, what: str, words: str, bound: str = "") -> dict[str, Any]:
     """Reads and checks the header of a file, with the description of its `parts`. `what` and `bound`: as they were written; `words`: the
-    kind of file in words. Raises Damaged for a file that is foreign, incomplete or bound to another name, FileNotFoundError if there is
-    none."""
+    kind of file in words. Raises Damaged for a file that is foreign, incomplete or bound to another name, OSError for one that cannot be
+    read, FileNotFoundError if there is none."""
     with reading(path), opened(path) as handle:
-        metadata = handle.metadata() or {}
-        version = metadata.get(what)
-        if version is None:
-            raise Damaged(f"it is no {words}")
-        if version != str(VERSION):
-            raise Damaged(f"it has version {version[:20]}, this release reads version {VERSION}: upgrade qkvcache, or remove the file")
-        if metadata.get("digest") != _digest(bound, metadata["header"]):
-            raise Damaged("its header was changed" + (", or its name belongs to another file" if bound else ""))
-        return json.loads(metadata["header"])
+        return _header(handle.metadata(), what, words, bound)
+
+
+def read_whole(path: Path, what: str, words: str, bound: str = "") -> dict[str, Snapshot]:
+    """All parts of a file, checked, in memory of their own; arguments and errors are those of `read_header`. An error of the device is an
+    OSError here; a mapped file would end the process."""
+    with reading(path), _opened(path) as descriptor:
+        data = bytearray(os.fstat(descriptor).st_size)
+        with open(descriptor, "rb", closefd=False) as file:
+            size = file.readinto(data)
+        found = _InMemory(bytes(data[:size]))
+        return Parts(path, _header(found.metadata(), what, words, bound)["parts"])._checked(found)
+
+
+class _InMemory:
+    """The contents of a safetensors file, with the methods of an open one."""
+
+    def __init__(self, data: bytes):
+        self._tensors = load(data)
+        self.keys, self.get_tensor = self._tensors.keys, self._tensors.__getitem__
+        size = int.from_bytes(data[:8], "little")
+        self._metadata = json.loads(data[8 : 8 + size]).get("__metadata__")
+
+    def metadata(self) -> dict[str, str] | None:
+        return self._metadata
+
+
+def _header(metadata: Mapping[str, str] | None, what: str, words: str, bound: str) -> dict[str, Any]:
+    metadata = metadata or {}
+    version = metadata.get(what)
+    if version is None:
+        raise Damaged(f"it is no {words}")
+    if version != str(VERSION):
+        raise Damaged(f"it has version {version[:20]}, this release reads version {VERSION}: upgrade qkvcache, or remove the file")
+    if metadata.get("digest") != _digest(bound, metadata["header"]):
+        raise Damaged("its header was changed" + (", or its name belongs to another file" if bound else ""))
+    return json.loads(metadata["header"])
 
 
 def save(final: Path, tensors: dict[str, Tensor], metadata: dict[str, str], room: Callable[[int], None] | None = None) -> None:
@@ -139,21 +175,41 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A safetensors file, open. Raises OSError for what is no regular file: opening a FIFO would wait for a writer, for ever."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError("it is no regular file")
-    with safe_open(path, framework="pt") as handle:
+    """A safetensors file, open and mapped. Raises OSError if the file cannot be opened, and for what is no regular file."""
+    with _opened(path):
+        try:
+            handle = safe_open(path, framework="pt")
+        except (OSError, RuntimeError) as error:  # of torch, which opens the file once more
+            raise OSError(f"it cannot be opened again: {error}") from error
+    with handle:
         yield handle
 
 
 @contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """The descriptor of a regular file. Raises OSError for another one: a FIFO would wait for a writer, for ever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError("it is no regular file")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """A context in which errors become FileNotFoundError if the file was removed, else Damaged."""
+    """A context in which errors of a file's contents become Damaged, or FileNotFoundError if the file was removed. An OSError says that
+    the file cannot be read, and nothing of its contents."""
     try:
         yield
-    except (SafetensorError, OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
+    except (SafetensorError, OSError, MemoryError, RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
         if not path.exists():  # another process removed it before it was opened or mapped
             raise FileNotFoundError(path) from error
+        if isinstance(error, OSError):
+            raise
+        if isinstance(error, MemoryError):
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(path)) from error
         raise Damaged(f"it is truncated or damaged ({error})") from error
 
 

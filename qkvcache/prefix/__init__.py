@@ -2,6 +2,7 @@
 computed once."""
 
 from .media import remaining
-from .store import Match, PrefixStore, Stats
+from .stats import Match, Stats
+from .store import PrefixStore
 
 __all__ = ["Match", "PrefixStore", "Stats", "remaining"]

@@ -19,7 +19,8 @@ from ..caches.memory import measured
 from ..formats import FormatLike
 from ..planning.model import shapes
 from . import match
-from .entry import CacheTemplate, snapshot_cache
+from .entry import snapshot_cache
+from .template import CacheTemplate
 
 REPEATS = 3
 Result = TypeVar("Result")

@@ -30,10 +30,12 @@ from torch import Tensor
 
 from ..layers import snapshot_file
 from ..layers.snapshot import Snapshot
-from ..layers.snapshot_file import THREADS, WRITING, Damaged, Parts, reading, sync, tokens_of
+from ..layers.snapshot_file import THREADS, WRITING, Damaged, Parts, read_whole, reading, sync, tokens_of
 from . import match
-from .entry import CacheTemplate, Checkpoints, Entry
+from .checkpoints import Checkpoints
+from .entry import Entry
 from .host_memory import Blocks
+from .template import CacheTemplate
 
 AHEAD = min(THREADS, 5)
 """Layers that are read into `Blocks` at a time; one more block holds the layer in use. New blocks are locked one after
@@ -142,12 +144,20 @@ def read_checkpoints(file: File, most: int, copy: Copy | None = None) -> Checkpo
 
 
 def files(directory: Path) -> list[os.DirEntry]:
-    """The files that may be entries; none if the directory was removed."""
+    """The files that may be entries; none if the directory was removed or cannot be read."""
     try:
         with os.scandir(directory) as found:
             return [entry for entry in found if entry.name.endswith(SUFFIX)]
     except FileNotFoundError:
         return []
+    except OSError as error:
+        _warn(directory, error)
+        return []
+
+
+def _warn(path: Path, error: OSError) -> None:
+    """Says that a file cannot be read now. Its tokens are computed, and it stays where it is."""
+    warnings.warn(f"{path} stays, and cannot be read: {error}", stacklevel=3)
 
 
 def _entries(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
@@ -160,8 +170,10 @@ def _entries(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 class DiskStore:
     """The entries and pages in `directory` that one process may use; all files in it together take at most `max_bytes`. Files that nobody
-    used for `time_to_live` seconds are removed, too, unless it is None. The directory is created if missing. Headers have the type of the
-    `model`.
+    used for `time_to_live` seconds are removed, too, unless it is None. The directory is created if missing, for this user alone. Headers
+    have the type of the `model`.
+
+    Beside these, a file is removed only if it was read and is damaged. One that cannot be read stays.
 
     Raises ValueError if the directory cannot be created or written.
     """
@@ -175,7 +187,8 @@ class DiskStore:
         self._lock, self._room = threading.Lock(), 0
         """`_room`: the bytes of pages that are written before the directory is listed again."""
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700, exist_ok=True)  # names and times tell others what was sent
             if not os.access(directory, os.W_OK):
                 raise PermissionError(f"no permission to write into {directory}")
         except OSError as error:
@@ -199,6 +212,8 @@ class DiskStore:
                     self._files[name] = read_header(self.directory / name)
                 except FileNotFoundError:
                     continue
+                except OSError as error:  # tried again by the next scan
+                    _warn(self.directory / name, error)
                 except Damaged as error:
                     self._skip(name, str(error))
 
@@ -226,36 +241,52 @@ class DiskStore:
     def is_pinned(self, name: str) -> bool:
         return (self.directory / f"{name}{PINNED}").exists()
 
-    def touch(self, name: str, time_ns: int) -> bool:
-        """Marks a file as used at a time. Returns whether there is one; removes one that is too old."""
-        path = self.directory / name
+    def now_ns(self) -> int:
+        """The time of the file system in nanoseconds: hosts that share the directory may have other clocks."""
         try:
-            if self._too_old(path.stat().st_mtime) and not self.is_pinned(name):
-                path.unlink()
-                self.evicted += 1
-                return False
-            os.utime(path, ns=(time_ns, time_ns))
-        except FileNotFoundError:
+            os.utime(self.directory)
+            return self.directory.stat().st_mtime_ns
+        except OSError:
+            return time.time_ns()
+
+    def touch(self, name: str, now_ns: int, used_ns: int | None = None) -> bool:
+        """Marks a file as used at `used_ns`, by default `now_ns`. Returns whether there is one; removes one that is too old."""
+        path, used_ns = self.directory / name, now_ns if used_ns is None else used_ns
+        try:
+            old = self._too_old(path.stat(), now_ns) and not self.is_pinned(name)
+        except OSError:
             return False
-        except PermissionError:  # the file of another user, who marks it
-            pass
+        if old:
+            path.unlink(missing_ok=True)
+            self.evicted += 1
+            return False
+        with suppress(OSError):  # it was removed, or another user marks it
+            os.utime(path, ns=(used_ns, used_ns))
         return True
 
-    def _too_old(self, used: float) -> bool:
-        return self.time_to_live is not None and used < time.time() - self.time_to_live
+    def demote(self, name: str) -> None:
+        """Makes a file the first to go, unless it is pinned."""
+        with suppress(OSError):
+            os.utime(self.directory / name, (0, 0))
+
+    def _too_old(self, stat: os.stat_result, now_ns: int) -> bool:
+        return self.time_to_live is not None and stat.st_mtime_ns < now_ns - self.time_to_live * 10**9
 
     def read_page(self, name: str) -> Tensor | None:
-        """A page, or None if there is none. A damaged file is removed: its page is computed and written again."""
+        """A page, or None if there is none or it cannot be read. A file that was read and is damaged is removed: its page is computed and
+        written again."""
         path = self.directory / name
         try:
-            return read_header(path).checked()[PAGE].tensors[PAGE]
+            return read_whole(path, WHAT, "prefix entry", name)[PAGE].tensors[PAGE]
         except FileNotFoundError:
             return None
-        except Damaged as error:
+        except OSError as error:
+            _warn(path, error)
+        except (Damaged, LookupError) as error:
             warnings.warn(f"{path} is removed: {error}", stacklevel=2)
-            with suppress(OSError):  # a folder
+            with suppress(OSError):  # nobody may write there any more
                 path.unlink(missing_ok=True)
-            return None
+        return None
 
     def write_page(self, name: str, page: Snapshot, text: str, tokens: int) -> str | None:
         """Writes a page. Returns None, or the reason why it was not written.
@@ -265,16 +296,18 @@ class DiskStore:
         return self._write(name, {PAGE: page}, self.max_bytes // 32, text=text, tokens=tokens, whole=False)
 
     def read(self, key: bytes, tokens: int, copy: Copy | None, template: CacheTemplate) -> Iterator[Snapshot]:
-        """The first `tokens` tokens of an entry of `template`, layer by layer, as `read` returns them. Raises Damaged
-        if the file is damaged or was removed; the entry is then not used again."""
+        """The first `tokens` tokens of an entry of `template`, layer by layer, as `read` returns them. Raises Damaged if the file is
+        damaged, was removed or cannot be read; the entry is then not used again, in the last case until the next `scan`."""
         name = file_name(key)
         file: File = self._files[name]  # type: ignore[assignment]
         try:
             yield from read(file, tokens, copy, template)
             os.utime(file.path)  # marks it as used
-        except FileNotFoundError as error:
+        except OSError as error:
             self._files.pop(name, None)
-            raise Damaged("it is gone") from error
+            if not isinstance(error, FileNotFoundError):
+                _warn(file.path, error)
+            raise Damaged("it is gone or cannot be read") from error
         except Damaged as error:
             self._skip(name, str(error))
             raise
@@ -317,16 +350,17 @@ class DiskStore:
     def trim(self, max_bytes: int) -> int:
         """Removes what killed processes left, files that are too old, and then the least recently used ones until the rest
         fits in `max_bytes`; pinned ones stay. Returns the bytes of the rest. `scan` notices what was removed."""
+        now = self.now_ns()
         for folder in self.directory.glob(f"*{WRITING}"):
             with suppress(FileNotFoundError):
-                if time.time() - folder.stat().st_mtime > LONGEST_WRITE:
+                if now - folder.stat().st_mtime_ns > LONGEST_WRITE * 10**9:
                     shutil.rmtree(folder, ignore_errors=True)
         pinned = {path.stem for path in self.directory.glob(f"*{PINNED}")}
         entries = [(path.name in pinned, stat.st_mtime_ns, path, stat) for path, stat in _entries(self.directory)]
         total = 0
         for stays, _, path, stat in sorted(entries, reverse=True):
             total += stat.st_size
-            if not stays and (total > max_bytes or self._too_old(stat.st_mtime)):
+            if not stays and (total > max_bytes or self._too_old(stat, now)):
                 path.unlink(missing_ok=True)
                 total -= stat.st_size
                 self.evicted += 1

@@ -1,5 +1,5 @@
-"""`ModelIdentity`: a name for everything besides the tokens that keys and values depend on, and the device of each
-layer. `Ranks`: the processes that share the model.
+"""`ModelIdentity`: a name for everything besides the tokens that keys and values depend on, the release of transformers included, whose
+code computes them; and the device of each layer. `Ranks`: the processes that share the model.
 
 Weights are sampled evenly from every parameter and buffer (rotary frequencies included), which distinguishes fine-tunes
 of one base model within milliseconds. An edit of a few entries of one matrix can be missed; pass `extra` for these
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
+import transformers
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -52,7 +53,7 @@ class ModelIdentity:
         state = (_adapters(modules), _computes_in(self.model), [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors])
         if state != self._state:
             config = {name: value for name, value in self.model.config.to_dict().items() if name not in _IGNORED}
-            parts = [config, state[1], str(state[0]), self.tokenizer, self.extra]
+            parts = [config, state[1], str(state[0]), self.tokenizer, self.extra, transformers.__version__]
             digest = hashlib.blake2b(json.dumps(parts, default=str, sort_keys=True).encode(), digest_size=16)
             for sample in _samples(self.model):
                 digest.update(sample)

@@ -6,13 +6,15 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
+from torch.nn import Module
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
@@ -26,6 +28,28 @@ DIGEST = 2**31
 """The least word of a digest; ids of tokens are smaller."""
 LEAST = 4
 """Placeholders that hold a digest of 124 bits. What has fewer counts as unknown."""
+
+
+class Positions:
+    """How far an image of the latest prompt has shifted the positions after it, as modules of some models remember."""
+
+    def __init__(self, model: Module):
+        self._modules: list[Any] = [module for module in model.modules() if hasattr(module, "rope_deltas")]
+
+    def forget(self) -> None:
+        """Lets the model compute its positions anew: a cache of the store holds text alone, before any image."""
+        for module in self._modules:
+            module.rope_deltas = None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """A context after which they are as before: another conversation may go on."""
+        positions = [(module, module.rope_deltas) for module in self._modules]
+        try:
+            yield
+        finally:
+            for module, deltas in positions:
+                module.rope_deltas = deltas
 
 
 @dataclass(frozen=True)

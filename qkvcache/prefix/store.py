@@ -1,5 +1,8 @@
 """`PrefixStore`: stored beginnings of prompts, in memory and on disk, in the formats of the caches that use them.
 
+It matches prompts with entries (`match.py`, `entry.py`) in memory and on disk (`memory.py`, `disk.py`). What images and checkpoints add is
+in `media.py` and `checkpoints.py`, what caches are like in `template.py`.
+
 Tokens are compared, so that a wrong prefix cannot be used. Entries are named after the model, its weights, adapter and tokenizer
 (`identity.py`) and the cache template. Codes are stored and restored as they are; nothing is quantized a second time.
 """
@@ -12,16 +15,15 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from ..attention.continued import check_continues, remember
@@ -30,61 +32,17 @@ from ..formats import FormatLike
 from ..formats.base import check_count
 from ..layers.snapshot import Snapshot
 from . import match
+from .checkpoints import Checkpoints, computed, thinned
 from .disk import Damaged, DiskStore, file_name, read_checkpoints
-from .entry import CacheTemplate, Checkpoints, Entry, MemoryStore, TooLarge, batch_size, snapshot_cache, take_checkpoint, thinned
+from .entry import Entry, TooLarge, batch_size, snapshot_cache
 from .host_memory import Blocks, on_host
 from .identity import ModelIdentity, Ranks
-from .media import DIGEST, unbroken
+from .media import DIGEST, Positions, unbroken
+from .memory import MemoryStore
 from .pages import StoredPages
-from .prompt import Inputs, compute, refusal, rotated_alike, rows, text_tokens, unpadded
-
-
-@dataclass(frozen=True)
-class Match:
-    """The result of `fetch`: a cache that holds the first `length` tokens, or None.
-
-    `kind`: "exact" (the stored tokens are the prompt), "shorter" (the prompt continues after them), "longer" (they
-    continue after the prompt), "common" (both continue, differently), or "miss". `source`: "memory", "disk" or None.
-    """
-
-    cache: Cache | None = None
-    length: int = 0
-    kind: str = "miss"
-    source: str | None = None
-
-
-@dataclass
-class Stats:
-    """Counts since the store was made, and its current size.
-
-    Attributes:
-        hits: fetches that found something, by kind of match.
-        misses: fetches that found nothing.
-        tokens_reused: tokens that were fetched and need not be computed.
-        stored: entries stored.
-        covered: entries not stored, because another, in memory or on disk, already held all of their tokens.
-        rejected: entries larger than the whole budget.
-        refused: entries whose reuse would not be exact, and failed writes, by reason.
-        evicted, evicted_files: entries removed from memory, and from disk, to make room or because of their age.
-        skipped: files that were not loaded, by reason.
-        entries, nbytes: entries in memory, and the bytes of their live tensors and of pages.
-        files, disk_bytes: entries and pages on disk, of all processes, and their bytes.
-    """
-
-    hits: Counter[str] = field(default_factory=Counter)
-    misses: int = 0
-    tokens_reused: int = 0
-    stored: int = 0
-    covered: int = 0
-    rejected: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    evicted: int = 0
-    evicted_files: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)
-    entries: int = 0
-    nbytes: int = 0
-    files: int = 0
-    disk_bytes: int = 0
+from .prompt import Inputs, refusal, rotated_alike, rows, text_tokens, unpadded
+from .stats import Match, Stats
+from .template import CacheTemplate, Templates
 
 
 class PrefixStore:
@@ -161,9 +119,8 @@ class PrefixStore:
         check_count("checkpoint_interval", checkpoint_interval)
         self.model, self.dense, self.min_quantize_tokens = model, dense, min_quantize_tokens
         self.min_match_tokens, self.checkpoint_interval = max(min_match_tokens, 1), checkpoint_interval
-        self._template = CacheTemplate(CompressedCache(model.config, format=format, **options), model.config)
-        self._dense = CacheTemplate(DynamicCache(config=model.config), model.config)
-        self._templates = {self._template.name: self._template}
+        own = CacheTemplate(CompressedCache(model.config, format=format, **options), model.config)
+        self._templates = Templates(own, model.config, dense)
         self._ranks = Ranks(model)
         self._identity = ModelIdentity(model, tokenizer, f"{identity} shard {self._ranks.rank} of {self._ranks.size}")
         self._memory = MemoryStore(max_bytes, time_to_live)
@@ -172,8 +129,7 @@ class PrefixStore:
         self._stats = Stats()
         self._lock = threading.RLock()
         """Held by calls, but not while a model runs."""
-        self._positioned: list[Any] = [module for module in model.modules() if hasattr(module, "rope_deltas")]
-        """Modules that remember how far an image of the latest prompt has shifted the positions after it."""
+        self._positions = Positions(model)
 
     def fetch(self, ids: Inputs) -> Match:
         """Returns the longest stored beginning of `ids`, `[T]` or `[B, T]` with equal rows, in a new cache of `B` rows.
@@ -195,19 +151,19 @@ class PrefixStore:
         keys = self._keys(self._scanned(), row)
         while (longest := self._ranks.agree(lambda most: self._longest(keys, most), limit)) is not None:
             disk, stored, tokens = longest
-            template, cache = self._template_named(stored), None
+            template, cache = self._templates.named(stored), None
             with suppress(Damaged):  # the file is not used again
                 if disk is not None:
                     layers = disk.read(stored, tokens, Blocks() if self._on_gpu else None, template)
-                    cache = template.restore(layers, self._devices(), self._into(template))
+                    cache = template.restore(layers, self._devices(), self._templates.into(template))
                 elif entry := self._memory.use(stored):  # another thread may have made room since
-                    cache = template.restore(entry.cut(tokens), self._devices(), self._into(template))
+                    cache = template.restore(entry.cut(tokens), self._devices(), self._templates.into(template))
             if not self._ranks.least(cache is not None) or cache is None:
                 continue
             if len(inputs) > 1:
                 cache.batch_repeat_interleave(len(inputs))
             _remember(cache, inputs)
-            self._forget_positions()
+            self._positions.forget()
             kind = match.kind(stored, stored[: match.NAME] + keys[0][match.NAME :])
             self._stats.hits[kind] += 1
             self._stats.tokens_reused += tokens
@@ -259,16 +215,19 @@ class PrefixStore:
                 out = model.generate(**remaining(model, inputs, past), cache=past)
                 store.store({**inputs, "input_ids": out}, past)
         """
-        positions = [(module, module.rope_deltas) for module in self._positioned]
+        with self._positions.kept():
+            yield from self._reuse(ids)
+
+    def _reuse(self, ids: Inputs) -> Iterator[Cache]:
         inputs = rows(ids, self.model.config)
         with self._lock:
             cache, row = self._fetch(inputs).cache, inputs[0]
         text = row[: text_tokens(row, self.model.config)]
-        template = self._into(self._template)
+        template = self._templates.into(self._templates.own)
         if cache is None:
             cache = template.cache()
         elif isinstance(cache, CompressedCache):
-            template = self._template_of(cache)
+            template = self._templates.of(cache)
         try:
             begin = text[: unbroken(row, min(len(text), len(row) - 1))]
             with self._lock:
@@ -282,8 +241,6 @@ class PrefixStore:
         finally:
             cache.layers = template.layers()
             _remember(cache, inputs)  # that it has seen none
-            for module, deltas in positions:  # another conversation may go on
-                module.rope_deltas = deltas
 
     def pages(self, format: str, layout: str, size: int) -> StoredPages:
         """The pages of continuous batching of `size` tokens in a format and layout (`continuous_batching(store=)`)."""
@@ -347,7 +304,7 @@ class PrefixStore:
         if self._disk is None or (stored := match.covering(self._disk.cuts, key)) is None or (file := self._disk.file(stored)) is None:
             return None
         layers, left, tokens = list[Snapshot](), room - len(key), match.length(key)
-        copy, template = partial(on_host, lock=self._on_gpu), self._template_named(key)
+        copy, template = partial(on_host, lock=self._on_gpu), self._templates.named(key)
         with suppress(Damaged):
             for layer in self._disk.read(stored, tokens, copy, template):
                 layers.append(layer)
@@ -405,13 +362,12 @@ class PrefixStore:
 
     def __repr__(self) -> str:
         where = "" if self._disk is None else f", directory={str(self._disk.directory)!r}"
-        return (
-            f"PrefixStore({self._template.text}, entries={len(self)}, bytes={self._memory.nbytes:,} of {self._memory.max_bytes:,}{where})"
-        )
+        text, memory = self._templates.own.text, self._memory
+        return f"PrefixStore({text}, entries={len(self)}, bytes={memory.nbytes:,} of {memory.max_bytes:,}{where})"
 
     def _keys(self, identity: bytes, row: Tensor) -> list[bytes]:
         """The key of a row for each template."""
-        return [match.encode(identity + template, row) for template in self._templates]
+        return [match.encode(identity + template, row) for template in self._templates.names]
 
     def _longest(self, keys: list[bytes], limit: int) -> tuple[DiskStore | None, bytes, int] | None:
         """The longest match: its store (None: memory, which is preferred), its key and its number of tokens."""
@@ -423,24 +379,16 @@ class PrefixStore:
     def _compute(self, row: Tensor, inputs: Inputs, cache: Cache, count: int, interval: int) -> None:
         """Computes the tokens of `row`, the beginning of `inputs`, that `cache`, of `count` rows, has not seen, and stores them with
         checkpoints."""
-        checkpoints: Checkpoints = {}
-        self._forget_positions()
-        for tokens in compute(self.model, row, inputs, count, cache, interval):
-            if tokens == len(row):
-                with self._lock:
-                    self._store(row, cache, self._identity.current(), checkpoints=checkpoints)
-            else:
-                checkpoints = thinned(checkpoints | {tokens: take_checkpoint(cache)}, self._memory.max_bytes // 2)
-
-    def _forget_positions(self) -> None:
-        """Lets the model compute its positions anew: a cache of the store holds text alone, before any image."""
-        for module in self._positioned:
-            module.rope_deltas = None
+        self._positions.forget()
+        checkpoints = computed(self.model, row, inputs, count, cache, interval, self._memory.max_bytes // 2)
+        if checkpoints is not None:
+            with self._lock:
+                self._store(row, cache, self._identity.current(), checkpoints=checkpoints)
 
     def _devices(self) -> list[torch.device]:
         """The device of each layer."""
         other = self.model.device
-        return [self._identity.devices.get(i, other) for i in range(len(self._template))]
+        return [self._identity.devices.get(i, other) for i in range(len(self._templates.own))]
 
     @property
     def _on_gpu(self) -> bool:
@@ -464,7 +412,7 @@ class PrefixStore:
             return False
         most = self._memory.max_bytes
         try:
-            template = self._template_of(cache)
+            template = self._templates.of(cache)
             key = match.encode(identity + template.name, row)
             if (covering := match.covering(self._memory.cuts, key)) is not None:
                 self._memory.use(covering)
@@ -508,25 +456,12 @@ class PrefixStore:
             self._stats.refused[f"on disk: {reason}"] += 1
         return not reason
 
-    def _template_of(self, cache: Cache) -> CacheTemplate:
-        """The template in which the tokens of `cache` are stored: its own for a compressed cache, else that of the
-        store's `format`."""
-        template = CacheTemplate(cache, self.model.config) if isinstance(cache, CompressedCache) else self._template
-        return self._templates.setdefault(template.name, template)
-
-    def _template_named(self, key: bytes) -> CacheTemplate:
-        return self._templates[key[match.NAME // 2 : match.NAME]]
-
-    def _into(self, template: CacheTemplate) -> CacheTemplate:
-        """The template of the caches that are returned for entries of `template`."""
-        return self._dense if self.dense and not template.evicts else template
-
     def _scanned(self) -> bytes:
         """The identity of the model. Also finds the files that other processes have written for it."""
         identity = self._identity.current()
         self._memory.trim()
         if self._disk is not None:
-            self._disk.scan(identity, self._templates)
+            self._disk.scan(identity, self._templates.names)
         return identity
 
     def _require_disk(self) -> DiskStore:

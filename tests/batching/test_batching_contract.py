@@ -58,7 +58,7 @@ ATTRIBUTES = {
     FullAttentionCacheAllocator: "num_key_value_heads head_dim layer_indices tokens_per_page bytes_per_block block_table pool ledger "
     "use_block_sharing write_trash_index _copy_view bytes_per_sector blocks_per_sector index",
     CachePool: "free_sectors num_free_sectors",
-    BlockLedger: "cached_blocks block_to_hash hash_to_block acquire release",
+    BlockLedger: "cached_blocks block_to_hash hash_to_block acquire release register_new_hash",
 }
 """Attributes that are read or set."""
 CALLS = {
@@ -115,7 +115,6 @@ CALLED = {
     FullAttentionCacheAllocator._before_cache_tensor_init: "index layer_indices tokens_per_page bytes_per_page allow_block_sharing",
     FullAttentionCacheAllocator._after_cache_tensor_init: "non_trash_bytes bytes_per_sector cache_tensor pool",
     FullAttentionCacheAllocator.get_bytes_per_page: "num_key_value_heads head_dim cache_dtype page_size",
-    FullAttentionCacheAllocator.match_prefix_blocks: "prompt_ids",
     FullAttentionCacheAllocator.acquire_prefix_blocks: "request_id prefix_len block_ids",
     FullAttentionCacheAllocator.mark_complete_blocks: "request_id token_ids new_new_blocks",
     BlockLedger.release: "block_id no_cache",

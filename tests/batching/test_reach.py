@@ -64,7 +64,7 @@ def ask(server, path: str = COMPLETIONS, key: str | None = KEYS[0], body: bytes 
 # Keys.
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/models", "/metrics", "/reset"])
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/models", "/v1/sessions/one", "/metrics", "/reset"])
 def test_a_key_is_needed(server, path):
     before = server.observed.outcomes["unauthorized"]
     for key in (None, "other", KEYS[0] + "x", "", "é"):

@@ -209,6 +209,7 @@ def test_without_continuous_batching_generate_gets_the_cache(monkeypatch):
         (["demo", "--store", "folder", "--store-bytes", "many"], "'many': expected a size such as 80GB"),
         (["demo", "--store", __file__], "test_server.py' cannot be used"),
         (["demo", "--store", "folder", "--no-continuous-batching"], "without continuous batching"),
+        (["demo", "--reproducible", "--no-continuous-batching"], "reproducible=True without continuous batching"),
         (["demo", "--host", "0.0.0.0"], "pass --api-key, or set QKVCACHE_API_KEY"),
         (["demo", "--api-key", "a b"], "an API key has printable ASCII"),
         (["demo", "--max-n", "200"], "Limits(max_waiting=512"),

@@ -1,6 +1,7 @@
 """Conversations whose pages are in a store: they go on after the process has ended, as if it had not."""
 
 import copy
+import errno
 import json
 import os
 import random
@@ -159,6 +160,35 @@ def test_requests_that_leave_keep_the_pool_whole(tmp_path):
                 assert until(lambda m=manager: not m.batch_processor.has_pending_requests())
                 assert_nothing_is_left(manager)
         assert batching.metrics().preemptions and batching.metrics().pages_fetched
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:], lambda data: b""])
+def test_damaged_statistics_are_computed_again(tmp_path, damage):
+    """As a page is: the server starts, and writes others."""
+    talk(store(tmp_path), [], 3)
+    (path,) = tmp_path.glob("*.statistics")
+    content, names = path.read_bytes(), {page.name for page in pages(tmp_path)}
+    path.write_bytes(damage(content))
+    with pytest.warns(UserWarning, match=f"{path.name} is removed"):
+        talk(store(tmp_path), [], 3)
+    assert path.stat().st_size == len(content) and {page.name for page in pages(tmp_path)} == names  # which have names of the statistics
+
+
+def test_statistics_that_cannot_be_read_stay(tmp_path, monkeypatch):
+    """The server starts, with statistics of its own."""
+    talk(store(tmp_path), [], 3)
+    (path,) = tmp_path.glob("*.statistics")
+
+    def fails(name, *args, open=os.open):
+        if str(name) == str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return open(name, *args)
+
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="stays, and cannot be used: .*Permission denied"):
+        patch.setattr(os, "open", fails)
+        talk(store(tmp_path), [], 3)
+    _, cached, _ = talk(store(tmp_path), [], 3)
+    assert path.exists() and max(cached) > 0
 
 
 def test_stores_that_cannot_be_used_are_refused(tmp_path):

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 from qkvcache import CompressedCache, PrefixStore
 from qkvcache.cli import app
 from qkvcache.policies import Custom, Knorm
-from qkvcache.prefix.entry import CacheTemplate
+from qkvcache.prefix.pages import links
+from qkvcache.prefix.template import CacheTemplate
 from tests.prefix.made import fill, model, random_ids
 
 
@@ -38,7 +39,7 @@ def test_ls_lists_what_is_there(directory):
 
 def test_ls_lists_pages(tmp_path):
     kept = PrefixStore(model(), max_bytes=2**20, directory=tmp_path).pages("int8", "layout", 4)
-    names = kept.names(range(12))
+    names = links(range(12), 4)
     for index, name in enumerate(names):
         kept.write(name, kept.keep(name, torch.zeros(1000, dtype=torch.uint8)), 10**18, index)
     rows = json.loads(run("ls", tmp_path, "--verify", "--json").stdout)

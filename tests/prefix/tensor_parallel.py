@@ -36,7 +36,7 @@ def main(checkpoint: str, folder: str) -> None:
     torch.distributed.barrier()
     lengths.append(again.fetch(ids).length)
     kept = PrefixStore(network, max_bytes=2**26, format="identity")
-    cache = store._template.cache()
+    cache = store._templates.own.cache()
     with torch.no_grad():
         network(ids, **passing(cache))
     kept.store(ids[:, : 30 + 20 * rank], cache)

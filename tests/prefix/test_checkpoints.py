@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicIndexedLayer
 
 from qkvcache import CompressedCache, PrefixStore, policies
 from qkvcache.layers.snapshot import checkpoint
-from qkvcache.prefix.entry import checkpoint_bytes
+from qkvcache.prefix.checkpoints import checkpoint_bytes
 from qkvcache.releases import passing
 from tests.matrix import MODELS, model, slowly
 from tests.reference import assert_close

@@ -1,5 +1,6 @@
 """Entries as files: whole or not there, whatever happens to the process or to the file."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -202,6 +203,24 @@ def test_a_file_that_vanishes_is_a_miss(two):
     kept._disk.scan = lambda *args: None  # as if it went between looking and reading
     next(path.parent.iterdir()).unlink()
     assert kept.fetch(second).kind == "miss"
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE], ids=errno.errorcode.get)
+def test_a_file_that_cannot_be_read_is_a_miss_until_it_can(two, monkeypatch, code):
+    path, first, _ = two
+    kept, again = store(path.parent), store(path.parent)
+    assert kept.fetch(first[:10]).kind == "miss"  # it has read the header
+
+    def fails(name, *args, open=os.open):
+        if str(name) == str(path):
+            raise OSError(code, os.strerror(code))
+        return open(name, *args)
+
+    for one in (kept, again):
+        with monkeypatch.context() as patch, pytest.warns(UserWarning, match=f"stays, and cannot be read: .*{os.strerror(code)}"):
+            patch.setattr(os, "open", fails)
+            assert one.fetch(first).kind == "miss"
+        assert path.exists() and one.fetch(first).kind == "exact" and not one.stats.skipped
 
 
 def test_a_directory_that_vanishes_is_empty(two):

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from qkvcache import CompressedCache, PrefixStore, demo
+from qkvcache.prefix import identity
 from qkvcache.prefix.identity import ModelIdentity
 from qkvcache.releases import passing
 from tests.prefix.made import fill, model, random_ids
@@ -128,3 +129,9 @@ def test_autocast_has_prefixes_of_its_own(filled):
             model()(IDS[None], **passing(cache))
         assert kept.fetch(IDS).length and ModelIdentity(model()).name != plain
     assert ModelIdentity(model()).name == plain
+
+
+def test_another_release_of_transformers_finds_nothing(filled, monkeypatch):
+    """It may rotate keys otherwise, under the same config."""
+    monkeypatch.setattr(identity.transformers, "__version__", "5.99.0")
+    assert store(copy.deepcopy(model()), filled).fetch(IDS).kind == "miss"

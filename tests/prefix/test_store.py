@@ -11,7 +11,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from qkvcache import CompressedCache, PrefixStore, TurboQuantCache, policies
 from qkvcache.formats import resolve
 from qkvcache.layers.snapshot import Snapshot
-from qkvcache.prefix import Match, entry, match
+from qkvcache.prefix import Match, match, memory
 from qkvcache.releases import passing
 from tests.matrix import COVER, FORMATS, by_layer
 from tests.prefix.made import WORDS, fill, held, keys_and_values, model, random_ids, same
@@ -269,7 +269,7 @@ def test_memory_is_bounded_and_what_was_used_longest_ago_goes():
 
 def test_entries_that_nobody_uses_for_their_time_to_live_go(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(entry.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(memory.time, "monotonic", lambda: now[0])
     prompts = [random_ids(100, seed) for seed in range(3)]
     kept = store(time_to_live=60)
     for prompt in prompts[:2]:
@@ -286,7 +286,7 @@ def test_entries_that_nobody_uses_for_their_time_to_live_go(monkeypatch):
 
 def test_a_pinned_entry_outlives_room_age_and_longer_entries(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(entry.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(memory.time, "monotonic", lambda: now[0])
     system, chat = random_ids(60), torch.cat([random_ids(60), random_ids(200, 1)])
     kept = store(time_to_live=60)
     assert kept.store(chat, compressed(chat))
