@@ -10,18 +10,18 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from threading import Lock
 
-MOST_PAGES = 2**17
-"""Pages that are known of all sessions; the sessions that were used longest ago are forgotten first."""
+MOST_NAMES = 2**17
+"""Sessions, and pages of them, that are known; the sessions that were used longest ago are forgotten first."""
 
 
 class Branches:
     """The links (`storage.links`) of the pages of each session. Threads may use it at the same time."""
 
-    def __init__(self, most_pages: int = MOST_PAGES):
+    def __init__(self, most: int = MOST_NAMES):
         self._sessions: OrderedDict[str, dict[bytes, None]] = OrderedDict()
         self._uses: Counter[bytes] = Counter()
         """The sessions that have a page."""
-        self._most, self._lock = most_pages, Lock()
+        self._most, self._lock = most, Lock()
 
     def turn(self, session: str, prompt: list[bytes], is_read: Callable[[bytes], bool]) -> list[bytes]:
         """A turn begins, whose prompt has the pages `prompt`. Returns the pages that no session has any more. Pages of an earlier turn that
@@ -57,7 +57,7 @@ class Branches:
         known |= dict.fromkeys(new)
         self._uses.update(new)
         self._sessions.move_to_end(session)
-        while len(self._uses) > self._most and len(self._sessions) > 1:
+        while len(self._sessions) + len(self._uses) > self._most and len(self._sessions) > 1:
             oldest = next(iter(self._sessions))
             self._drop(oldest, list(self._sessions[oldest]))
             del self._sessions[oldest]

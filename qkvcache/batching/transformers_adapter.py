@@ -1186,7 +1186,12 @@ def manager_for(
     if generation.eos_token_id is None:
         generation.eos_token_id = -1  # as in transformers: no token ends a text
     config = config or getattr(generation, "continuous_batching_config", None) or ContinuousBatchingConfig()
-    return CompressedManager(model, generation, config, workload_hints, **options)
+    attention = model.config._attn_implementation
+    try:
+        return CompressedManager(model, generation, config, workload_hints, **options)
+    except Exception:
+        model.set_attn_implementation(attention)
+        raise
 
 
 def overridden() -> dict[Callable, list[str]]:

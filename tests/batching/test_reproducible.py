@@ -90,3 +90,4 @@ def test_what_cannot_be_reproducible_is_refused():
     ):
         with continuous_batching(one, "int8", reproducible=True), pytest.raises(NotImplementedError, match=says), serving(one, **options):
             pass
+        assert one.config._attn_implementation == "sdpa"

@@ -117,11 +117,12 @@ def test_branches_know_what_a_turn_leaves():
 
 
 def test_branches_are_bounded():
-    """By pages, whatever names clients invent."""
-    held = Branches(most_pages=10)
-    for i in range(1000):
-        held.turn(f"{i}", [bytes([i % 250, j]) for j in range(4)], lambda _: False)
-    assert len(held._sessions) <= 3 and len(held._uses) <= 10 + 4
+    """Whatever names clients invent, and where their prompts fill no page."""
+    for pages in (4, 0):
+        held = Branches(most=10)
+        for i in range(1000):
+            held.turn(f"{i}", [bytes([i % 250, j]) for j in range(pages)], lambda _: False)
+            assert len(held._sessions) + len(held._uses) <= 10
 
 
 # Over HTTP.
@@ -181,6 +182,15 @@ def test_sessions_are_released_and_prefetched_by_one_call(tmp_path):
         assert call(address, "/v1/sessions/one", **second) == {"session": "one", "pages": 0}
         assert call(address, "/v1/sessions/one", **first) == call(address, "/v1/sessions/one", None, "DELETE", **first)
         assert call(address, "/v1/sessions/two", **second)["pages"] == 1
+
+
+def test_reproducible_answers_over_http():
+    """The pages hold 3 bits, with which a prompt whose beginning is stored has another answer by default."""
+    body = {"prompt": demo.text()[:1500], "max_tokens": 4, "temperature": 0}
+    with server({"format": "turboquant_3bit_nc", "reproducible": True}) as address:
+        cold, warm = (call(address, "/v1/completions", body) for _ in range(2))
+    assert [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in (cold, warm)] == [0, 512]
+    assert cold["choices"][0]["text"] == warm["choices"][0]["text"]
 
 
 def test_other_ways_to_share_are_refused(tmp_path):
