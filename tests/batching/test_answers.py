@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import sdpa_mask
 
 from qkvcache import CompressedCache, continuous_batching, demo
-from qkvcache.caches import arguments
+from qkvcache.select import arguments
 from qkvcache.formats import TurboQuant
 from qkvcache.kernels.pages import BLOCK
 from qkvcache.releases import passing
