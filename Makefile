@@ -1,17 +1,18 @@
-# On a fresh machine `make demo` sets everything up and shows the main job, `make chat` sets everything up and chats with a real model, `make test`
-# sets everything up and passes the tests.
+# On a fresh machine `make demo` installs the package and shows the main job, `make chat` gets a real model too and chats with it, and `make test`
+# installs all that development needs and passes the tests.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
 .PHONY: demo chat test test-all test-processors test-oldest test-newest test-rooms lint kernels format docs tables families pictures notebooks package bench quality studies clean
 
-demo: $(VENV)/installed
+demo: $(VENV)/package
 	$(BIN)/qkvcache demo
 
-# A chat with SmolLM2-135M-Instruct about a long document; without a terminal, a few questions. CHAT="--document FILE --compare" are its options.
-chat: $(VENV)/installed
-	$(BIN)/python examples/chat.py $(CHAT)
+# A chat with SmolLM2-135M-Instruct about a long document; without a terminal, a few questions. CHAT="--document FILE --model MODEL" are its options.
+chat: $(VENV)/package
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[gguf]'
+	OMP_WAIT_POLICY=passive $(BIN)/python examples/chat.py $(CHAT)
 
 test: $(VENV)/installed
 	$(BIN)/pytest -n auto --dist worksteal -m "not slow"
@@ -77,6 +78,7 @@ pictures: $(VENV)/installed
 	$(BIN)/python eval/quality.py --plot
 	$(BIN)/python eval/quality.py --model smollm2 --plot
 	$(BIN)/python eval/quality.py --model smollm2 --out eval/results/quality_policies.jsonl --plot
+	$(BIN)/python eval/policies_picture.py
 	$(BIN)/python eval/bench_kernels.py --plot
 	$(BIN)/python eval/bench_generate.py --plot
 	$(BIN)/python eval/bench_turns.py --plot
@@ -115,8 +117,14 @@ studies: $(VENV)/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python examples/streaming.py --plot examples/streaming.png --rows eval/results/streaming.jsonl
 
-$(VENV)/installed: pyproject.toml constraints.txt
+# The package and what it needs to run.
+$(VENV)/package: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+# All that development needs.
+$(VENV)/installed: $(VENV)/package
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 

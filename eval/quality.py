@@ -1,14 +1,15 @@
 """Quality against bytes: a model with every format, and with what evicts tokens; rows in eval/results/quality.jsonl.
 
     python eval/quality.py                                        the embedded model: minutes on two cores
-    python eval/quality.py --model smollm2 --context 1000 --facts-in 1000 --policies            a real one: minutes on two cores
+    python eval/quality.py --model smollm2 --context 1000 --formats int8,turboquant_4bit_nc     a real one: minutes on two cores
     python eval/quality.py --model smollm2 --device cuda --context 8064 --passages 12 --read-on 128 --facts-in 1000 4000 8000 --cases 16
     python eval/quality.py --show | --markdown | --plot      from the rows of --model
 
 The model reads a context once, then reads on, or answers, through each cache as if the tokens came one by one. KL divergence is of the next
 token from the dense run, in nats. Recall is of facts, the question *unseen* when the context is stored and cut down, or *seen* at its end.
-Errors are standard errors over the passages, and those of a share of the facts. The model computes in fp32, so that nothing but the cache
-rounds; bytes are those of the same cache in 16 bit. `identity`, which stores what it is given, shows by how much numbers differ anyway.
+Errors are standard errors over the passages, and those of a share of the facts. Where formats or policies are named, nothing else is
+measured. The model computes in fp32, so that nothing but the cache rounds; bytes are those of the same cache in 16 bit. `identity`, which
+stores what it is given, shows by how much numbers differ anyway.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ from qkvcache.progress import progress, track
 ZONES = {"4 + 64": {}, "none": {"num_sink_tokens": 0, "residual_length": 0}}
 EVICTED = ("turboquant_4bit_nc",)
 """What evicting caches store tokens in: what `recommend` takes most often."""
+
+
+BUDGETS, LEAST = (0.1, 0.25, 0.5), 200
+"""Shares of the context that policies keep, unless told, and the tokens below which such a share is left out."""
 
 
 def policy_of(name: str, size: int) -> policies.Policy:
@@ -89,10 +94,11 @@ def _refused(args: argparse.Namespace) -> str | None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__, "quality", model="demo")
-    parser.add_argument("--formats", nargs="*", default=list(REGISTRY), choices=[[], *REGISTRY], metavar="A,B")
+    parser.add_argument("--formats", nargs="*", choices=[[], *REGISTRY], metavar="A,B", help="default: all, or none with --policies")
     parser.add_argument("--exact", nargs="+", default=list(ZONES), choices=ZONES, help="exact zones of formats without a policy")
-    parser.add_argument("--policies", nargs="*", default=list(policies.REGISTRY), choices=[[], *policies.REGISTRY], metavar="POLICY")
-    parser.add_argument("--budgets", nargs="*", type=fraction, default=[0.1, 0.25, 0.5], help="shares of the context that policies keep")
+    all_or_none = {"nargs": "*", "choices": [[], *policies.REGISTRY], "help": "default: all, or none with --formats"}
+    parser.add_argument("--policies", metavar="POLICY", **all_or_none)
+    parser.add_argument("--budgets", nargs="*", type=fraction, help=f"shares of the context that policies keep; default: {BUDGETS}")
     parser.add_argument("--evicted", nargs="*", default=EVICTED, choices=REGISTRY, metavar="FORMAT", help="formats of evicting caches")
     parser.add_argument("--context", type=at_least(100), default=2000, help="tokens of the texts to read on")
     parser.add_argument("--passages", type=at_least(1), default=8, help="texts to read on")
@@ -103,8 +109,12 @@ def main(arguments: list[str] | None = None) -> None:
         "--facts", choices=FORMS, help="what is to be recalled; default: code_word for the embedded model, number for others"
     )
     args = parser.parse_args(arguments)
-    args.formats = list(args.formats)
+    formats = list(args.formats if args.formats is not None else () if args.policies else REGISTRY)
+    args.policies = list(args.policies if args.policies is not None else () if args.formats else policies.REGISTRY)
+    args.formats = formats
     args.facts_in = args.facts_in or [args.context]
+    if args.budgets is None:
+        args.budgets = [part for part in BUDGETS if part * min(args.context, *args.facts_in) >= LEAST]
     args.facts = args.facts or ("code_word" if args.model == "demo" else "number")
     rows = stored_or_measured(parser, args, f"quality_{name_of(args.model)}", measure, _refused)
     present(args, [table(rows)], lambda: plot(rows, args.out.with_name(f"{args.out.stem}_{name_of(args.model)}.png")))

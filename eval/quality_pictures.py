@@ -8,6 +8,9 @@ from error_bars import paired, percent, recalled, share_error, with_error
 from harness import Table, picture
 from palette import family, format_color, policy_color
 
+FEW = 50
+"""Facts below which a share of them decides nothing: an error of 7 points."""
+
 
 def name_of(row: dict) -> str:
     if row["policy"] is None:
@@ -31,7 +34,8 @@ def front(rows: list[dict]) -> set[int]:
 
 def columns(rows: list[dict]) -> tuple[str, ...]:
     facts = (f"recall in {int(tokens):,}: unseen / seen" for tokens in rows[0]["recall"])
-    return ("cache", "exact", "bytes/token", "smaller", "KL", "over the row above", "same top token", "perplexity x", *facts, "of dense")
+    quality = ("KL", "difference to the row above", "same top token", "perplexity ratio")
+    return ("cache", "exact", "bytes/token", "smaller", *quality, *facts, "% of uncompressed")
 
 
 def by_kl(rows: list[dict]) -> list[dict]:
@@ -71,10 +75,16 @@ def caption(rows: list[dict]) -> str:
     return (
         f"{first['model']} in {first['dtype'].removeprefix('torch.')} on {first['device']}: {passages} x {read_on - 1} tokens of "
         f"{first['text']} read on after {first['context']:,}; {first['cases']} facts ({first['facts']}) in each. KL in nats; errors: "
-        "standard errors over the passages, of shares of facts binomial. over the row above: difference of KL on the same passages. of "
-        "dense: facts recalled, of those that the dense run recalls. bytes and smaller: in 16 bit. exact: first + last tokens that are not "
-        "compressed. *: nothing smaller is as close."
+        "standard errors over the passages, of shares of facts binomial. difference to the row above: of KL, on the same passages. % of "
+        "uncompressed: facts recalled, of those that the uncompressed run recalls. bytes and smaller: in 16 bit. exact: first + last "
+        f"tokens that are not compressed. *: nothing smaller is as close.{too_few(2 * len(first['recall']) * first['cases'])}"
     )
+
+
+def too_few(facts: int) -> str:
+    """What so few facts cannot show."""
+    most = percent(share_error(facts / 2, facts))
+    return f" {facts} facts decide nothing: a share of them has an error of up to {most}." if facts < FEW else ""
 
 
 def table(rows: list[dict]) -> Table:
@@ -85,11 +95,19 @@ def table(rows: list[dict]) -> Table:
 def series(row: dict) -> tuple[str, dict]:
     """What a point is called in the legend, and how it is drawn: formats by family, what evicts by policy."""
     if row["policy"]:
-        drawn = {"color": policy_color(row["policy"]), "marker": "^" if row["format"] == "identity" else "s"}
-        return f"{row['policy']}, {row['format']}", drawn
+        return f"{row['policy']}, {row['format']}", {"color": policy_color(row["policy"]), "marker": "s"}
     center = not row["format"].endswith("_uncentered")
     drawn = {"color": format_color(row["format"]), "marker": "o", "fillstyle": "full" if center else "none"}
     return family(row["format"]) + ("" if center else ", no mean of keys"), drawn
+
+
+DRAWN = ("snapkv", "h2o", "tova", "keydiff", "sink_window", "random")
+"""The policies of a picture. `sliding_window`, without sinks, has a KL of 1, and `knorm` lies on `keydiff`."""
+
+
+def is_drawn(row: dict) -> bool:
+    """Formats with exact tokens; and a few policies, in codes."""
+    return row["policy"] in DRAWN and row["format"] != "identity" if row["policy"] else bool(row["format"]) and name_of(row) != "identity"
 
 
 def plot(rows: list[dict], path: Path) -> None:
@@ -97,7 +115,7 @@ def plot(rows: list[dict], path: Path) -> None:
     from matplotlib import ticker
 
     first = rows[0]
-    points = [row for row in by_kl(rows) if row["format"] and name_of(row) != "identity" and row["exact"] == "4 + 64"]
+    points = [row for row in by_kl(rows) if is_drawn(row) and row["exact"] == "4 + 64"]
     facts = len(first["recall"]) * 2 * first["cases"]
     with picture(path, 1, 2, dpi=90, figsize=(12, 6), layout="constrained") as (figure, ((left, right),)):
         for row in points:
@@ -106,7 +124,7 @@ def plot(rows: list[dict], path: Path) -> None:
             left.errorbar(row["ratio"], row["kl"], row["kl_error"], label=label, **drawn)
             right.errorbar(row["ratio"], all_right(row) / facts, share_error(all_right(row), facts), **drawn)
         on = [points[i] for i in sorted(front(points), key=lambda i: points[i]["ratio"])]
-        left.plot([row["ratio"] for row in on], [row["kl"] for row in on], color="black", linewidth=0.8, label="Pareto front", zorder=0)
+        left.plot([row["ratio"] for row in on], [row["kl"] for row in on], color="black", linewidth=0.8, label="the best", zorder=0)
         last, steps = 0.0, 0
         for row in on:  # of points that lie together, one is named
             if row["ratio"] > 1.04 * last:

@@ -2,10 +2,11 @@
 
     python examples/chat.py                                         SmolLM2-135M-Instruct: reads Python's language reference, then asks you
     python examples/chat.py --document FILE --model MODEL --format turboquant_3bit_nc --device cuda
-    python examples/chat.py --questions "What is the name of the old lighthouse?" --compare
+    python examples/chat.py --questions "What is the name of the old lighthouse?" --policy kvzip --budget 0.25
 
-The document is read once; each turn reads its own tokens alone. Without --document, made-up facts are spread over the reference, so that
-the answers show what the cache remembers. In the chat: /cache shows where its bytes are, /reset forgets the turns, Ctrl-D ends.
+The document is read once; each turn reads its own tokens alone. The same model without compression is asked too (--no-compare leaves it
+out), so that an answer that is wrong shows whether the cache or the model is to blame. Without --document, made-up facts are spread over
+the reference. In the chat: /cache shows where the cache's bytes are, /reset forgets the turns, Ctrl-D ends.
 """
 
 from __future__ import annotations
@@ -13,21 +14,22 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList, TextStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList, TextStreamer
 from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache, demo, models
+from qkvcache.evaluation.quality import prefill
 from qkvcache.evaluation.recall import plant
 from qkvcache.evaluation.spec import CacheSpec
 from qkvcache.evaluation.speed import Clock
-from qkvcache.progress import progress
+from qkvcache.progress import reading
+from qkvcache.releases import passing
 
 FACTS = {
     "the old lighthouse": "Kestrel Point",
@@ -37,6 +39,8 @@ FACTS = {
 }
 QUESTION = "What is the name of {}?"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+LOOP = 8
+"""Tokens that an answer repeats when it runs in a circle."""
 TEXT, READ, ASKED, ANSWERED = "Read this text:\n\n", "I have read the text. What would you like to know?", "<<asked>>", "<<answered>>"
 
 
@@ -79,30 +83,29 @@ class Turn:
     tokens_per_second: float
 
 
+class Complete(StoppingCriteria):
+    """Ends an answer, whose first token is at `begin`, with a sentence once it has half of its `tokens`, and where it repeats itself."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, begin: int, tokens: int):
+        self.tokenizer, self.begin, self.tokens = tokenizer, begin, tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_) -> torch.Tensor:
+        answer = input_ids[0, self.begin :].tolist()
+        ends = 2 * len(answer) >= self.tokens and str(self.tokenizer.decode(answer)).rstrip(' "').endswith((".", "!", "?"))
+        runs = [answer[i : i + LOOP] for i in range(len(answer) - LOOP + 1)]
+        circles = bool(runs) and runs[-1] in runs[:-LOOP]
+        return torch.full((len(input_ids),), ends or circles, dtype=torch.bool, device=input_ids.device)
+
+
 @dataclass
 class Chat:
     """A model, a cache that has read the document, and the tokens so far, `[1, T]`."""
 
     model: PreTrainedModel
     turns: Turns
-    new_cache: Callable[[], Cache]
+    cache: Cache
+    ids: torch.Tensor
     new_tokens: int
-    cache: Cache = field(init=False)
-    ids: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.reset()
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Reads the document into a new cache."""
-        self.cache = self.new_cache()
-        self.ids = self.turns.ids(self.turns.document).to(self.model.device)
-        if isinstance(self.cache, CompressedCache) and self.cache.policy is not None and self.cache.policy.second_reading:
-            self.cache.compress(self.model, self.ids, tokenizer=self.turns.tokenizer)
-            return
-        with progress(f"reading {self.ids.shape[1]:,} tokens"):
-            self.model(self.ids, cache=self.cache, logits_to_keep=1)
 
     def ask(self, question: str, streamer: TextStreamer | None = None) -> Turn:
         """The answer, which `streamer` prints as it comes. Question and answer stay in the chat."""
@@ -111,13 +114,32 @@ class Chat:
         read = ids.shape[1] - int(self.cache.get_seq_length())
         clock = Clock()
         options = {"max_new_tokens": self.new_tokens, "do_sample": False, "attention_mask": torch.ones_like(ids), "streamer": streamer}
+        stops = StoppingCriteriaList([clock, Complete(self.turns.tokenizer, ids.shape[1], self.new_tokens)])
         begin = time.perf_counter()
-        self.ids = self.model.generate(ids, cache=self.cache, stopping_criteria=StoppingCriteriaList([clock]), **options)
+        self.ids = self.model.generate(ids, **passing(self.cache), stopping_criteria=stops, **options)
         answer = self.ids[0, ids.shape[1] :].tolist()
         decoding = clock.times[-1] - clock.times[0]
         rate = (len(answer) - 1) / decoding if decoding else 0.0
         text = self.turns.tokenizer.decode(answer, skip_special_tokens=True).strip()
         return Turn(question, text, answer, read, clock.times[0] - begin, rate)
+
+
+def read(model: PreTrainedModel, turns: Turns, spec: CacheSpec, args: argparse.Namespace) -> tuple[Chat, Chat | None]:
+    """A chat through the cache of `spec` that has read the document, and one through an uncompressed cache unless `args.compare` is
+    off. Both share a reading, except where the cache evicts."""
+    ids, cache, dense = turns.ids(turns.document).to(model.device), spec.make(model.config), None
+    task = f"reading {ids.shape[1]:,} tokens"
+    if args.compare:
+        with reading(model, task):
+            dense, _ = prefill(model, ids)
+    if cache.policy is not None and cache.policy.second_reading:
+        cache.compress(model, ids, tokenizer=turns.tokenizer)
+    elif dense is not None and dense.copies and cache.policy is None:
+        dense.fill(cache, model, ids)
+    else:
+        with reading(model, f"{task} into {spec.name}"), torch.no_grad():
+            model(ids, **passing(cache), logits_to_keep=1)
+    return Chat(model, turns, cache, ids, args.new_tokens), dense and Chat(model, turns, dense, ids, args.new_tokens)
 
 
 def holds(cache: CompressedCache, dtype: torch.dtype) -> str:
@@ -131,11 +153,8 @@ def holds(cache: CompressedCache, dtype: torch.dtype) -> str:
 
 
 def same_words(ours: Turn, dense: Turn) -> str:
-    """Whether the dense cache answers alike, or where it first does not."""
-    if ours.ids == dense.ids:
-        return "dense: the same words"
-    count = next((i for i, (a, b) in enumerate(zip(ours.ids, dense.ids, strict=False)) if a != b), min(len(ours.ids), len(dense.ids)))
-    return f"dense: {dense.answer}\n[first difference at token {count + 1} of {len(dense.ids)}]"
+    """Whether the model answers alike without compression, or what it answers."""
+    return f"uncompressed: {'the same words' if ours.ids == dense.ids else dense.answer}"
 
 
 def asked_on_the_terminal() -> Iterator[str]:
@@ -168,7 +187,7 @@ def parsed(arguments: list[str] | None) -> tuple[argparse.Namespace, CacheSpec]:
     parser.add_argument("--document", type=Path, help="a text file; Python's language reference by default")
     parser.add_argument("--tokens", type=int, default=2000, help="of the document")
     parser.add_argument("--questions", nargs="+", help="ask these and end; without a terminal, a few of its own")
-    parser.add_argument("--compare", action="store_true", help="ask a DynamicCache too")
+    parser.add_argument("--compare", action=argparse.BooleanOptionalAction, default=True, help="ask a DynamicCache too")
     parser.add_argument("--new-tokens", type=int, default=64, help="of an answer, at most")
     parser.add_argument("--max-length", type=int, help="take storage for so many tokens at once; on a GPU steps are compiled then")
     parser.add_argument("--device", default="cpu")
@@ -185,7 +204,7 @@ def parsed(arguments: list[str] | None) -> tuple[argparse.Namespace, CacheSpec]:
     except (ValueError, TypeError, OSError, ImportError) as error:
         parser.error(str(error))
     if spec.dense:
-        parser.error("--format dynamic: pass --format identity for an uncompressed cache, or --compare for a DynamicCache beside this one")
+        parser.error("--format dynamic: pass --format identity for an uncompressed cache; a DynamicCache is asked beside every cache")
     return args, spec
 
 
@@ -200,11 +219,10 @@ def main(arguments: list[str] | None = None) -> list[Turn]:
         sys.exit(f"the document has {tokens:,} tokens and {args.model} reads {longest:,}: pass a smaller --tokens")
     begin = time.perf_counter()
     try:
-        chat = Chat(model, turns, partial(spec.make, model.config), args.new_tokens)
+        chat, dense = read(model, turns, spec, args)
     except (ValueError, NotImplementedError) as error:
         sys.exit(f"{spec.name}: {error}")
     print(f"{args.model} has read the document in {time.perf_counter() - begin:.1f} s. {spec.name} holds {holds(chat.cache, model.dtype)}.")
-    dense = Chat(model, turns, partial(DynamicCache, config=model.config), args.new_tokens) if args.compare else None
 
     interactive = not args.questions and sys.stdin.isatty()
     if args.document is None and interactive:
@@ -217,8 +235,7 @@ def main(arguments: list[str] | None = None) -> list[Turn]:
             print(chat.cache.memory())
             continue
         if question == "/reset":
-            for one in filter(None, (chat, dense)):
-                one.reset()
+            chat, dense = read(model, turns, spec, args)
             print(f"[{holds(chat.cache, model.dtype)}]")
             continue
         if not interactive:

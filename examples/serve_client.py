@@ -3,12 +3,14 @@
     qkvcache serve smollm2 --format turboquant_4bit_nc --port 8000
     python examples/serve_client.py --model smollm2 "Name three fruits." "What is the capital of France?"
 
-Any OpenAI-compatible client does as well: the address is `http://HOST:PORT/v1`, and any API key is accepted.
+Any OpenAI-compatible client does as well: the address is `http://HOST:PORT/v1`. The API key is that of QKVCACHE_API_KEY; a server
+without keys accepts any.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -41,7 +43,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser.add_argument("--raw", action="store_true", help="continue the prompts, for models without a chat template such as 'demo'")
     args = parser.parse_args(arguments)
 
-    client = OpenAI(base_url=args.url, api_key="none")
+    client = OpenAI(base_url=args.url, api_key=os.environ.get("QKVCACHE_API_KEY", "none").split()[0])
     begin = time.perf_counter()
     with ThreadPoolExecutor(len(args.prompts)) as threads:
         answers = list(threads.map(lambda prompt: ask(client, args.model, prompt, args.new_tokens, args.raw), args.prompts))

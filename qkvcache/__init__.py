@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import formats
-    from .attention import attach, detach
     from .batching import continuous_batching
     from .caches import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache
+    from .caches.attach import attach, detach
     from .caches.warmup import warmup
     from .evaluation.calibrate import calibrate
     from .evaluation.profile_heads import profile_heads
@@ -47,10 +47,10 @@ _HOMES = {
     "CombinedCache": "evict.caches",
     "H2OCache": "evict.caches",
     "PrefixStore": "prefix",
-    "attach": "attention",
+    "attach": "caches.attach",
     "calibrate": "evaluation.calibrate",
     "continuous_batching": "batching",
-    "detach": "attention",
+    "detach": "caches.attach",
     "plan": "planning",
     "profile_heads": "evaluation.profile_heads",
     "recommend": "planning",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -15,12 +16,18 @@ from .commands.prefix import app as prefix_app
 from .options import MODEL, JsonOption, WithFormats, device_of, dtype_of, examples, model_of, output, quiet, refusals
 
 app = typer.Typer(
-    help="KV caches for Hugging Face transformers that stay compressed while attention reads them.",
     epilog=examples("qkvcache demo", "qkvcache recommend demo --context 100000 --gpu-memory 80GB", "qkvcache plan --help"),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def prepare() -> None:
+    """KV caches for Hugging Face transformers that stay compressed while attention reads them."""
+    # Read when torch is loaded: threads that wait for others sleep. On a busy machine they would spin for most of the time.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @app.command(
@@ -29,14 +36,14 @@ app = typer.Typer(
 def demo(
     model: Annotated[str, typer.Option(help=MODEL)] = "demo",
     formats: Annotated[
-        str | None, typer.Option(help="With commas, as `qkvcache formats` lists them. Default: a selection, and two policies.")
+        str | None, typer.Option(help="With commas, as `qkvcache formats` lists them. Default: one each of 8, 4 and 3 bits.")
     ] = None,
     json_output: JsonOption = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="What the model computes in: bfloat16, float16 or float32.")] = "bfloat16",
-    seed: Annotated[int, typer.Option(help="Chooses the code word and the texts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Chooses the facts and the texts.")] = 0,
 ) -> None:
-    """Run one prompt through every cache, on the embedded model by default, and show what each costs and keeps."""
+    """Run a prompt through a 4-bit cache, on the embedded model by default, and show what a few caches cost and keep."""
     from .demo import show
     from .formats import resolve
 

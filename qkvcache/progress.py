@@ -1,4 +1,4 @@
-"""How far long work is, on stderr: a bar on a terminal, elsewhere a line every ten seconds."""
+"""How far long work is, on stderr: a bar on a terminal, elsewhere a line every ten seconds, with the share that is done."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 SECONDS = 10.0
@@ -28,19 +29,30 @@ def progress(task: str, shown: bool = True) -> Iterator[Callable[[int, int], Non
             number = bar.add_task(task, total=None)
             yield lambda done, total: bar.update(number, completed=done, total=total)
     else:
-        begin, ended, steps = time.monotonic(), threading.Event(), [""]
+        begin, ended, share = time.monotonic(), threading.Event(), [""]
 
         def write() -> None:
             while not ended.wait(SECONDS):
-                print(f"{task}: {steps[0]}{time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+                print(f"{task}: {share[0]}{time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
         writer = threading.Thread(target=write, daemon=True)
         writer.start()
         try:
-            yield lambda done, total: steps.__setitem__(0, f"{done} of {total}, ")
+            yield lambda done, total: share.__setitem__(0, f"{done / total:.0%}, ")
         finally:
             ended.set()
             writer.join()
+
+
+@contextmanager
+def reading(model: Any, task: str, passes: int = 1, shown: bool = True) -> Iterator[None]:
+    """Shows `task` while `model` reads in `passes` forward passes: the share of its layers that have run."""
+    with progress(task, shown) as done, ExitStack() as hooks:
+        layers = max((module for module in model.modules() if type(module).__name__ == "ModuleList"), key=len, default=())
+        ran = count(1)
+        for layer in layers:
+            hooks.callback(layer.register_forward_hook(lambda *_: done(next(ran), passes * len(layers))).remove)
+        yield
 
 
 def track(items: Iterable[T], task: str, total: int, shown: bool = True) -> Iterator[T]:

@@ -1,6 +1,8 @@
 """The command line: what it prints, and what it says to wrong input."""
 
 import json
+import os
+import re
 
 import pytest
 import typer
@@ -10,7 +12,6 @@ from qkvcache import demo, models
 from qkvcache.cli import app
 from qkvcache.demo import show
 from qkvcache.evaluation.recall import CODE_WORD, NUMBER
-from qkvcache.policies import H2O
 
 
 def run(*arguments: str):
@@ -82,36 +83,41 @@ def test_wrong_input_is_explained(arguments, says):
 
 @pytest.fixture
 def small_demo(monkeypatch):
-    monkeypatch.setattr(show, "FORMATS", ("turboquant_4bit_nc",))
-    monkeypatch.setattr(show, "LATER", {})
-    monkeypatch.setattr(show, "OTHERS", {"4 bits + H2O 50 %": {"policy": H2O(budget=0.5)}})
+    monkeypatch.setattr(show, "CACHES", {"TurboQuantCache, 4 bits": "turboquant_4bit_nc"})
     monkeypatch.setattr(show, "SIZES", {"demo": show.Size(400, 8, 2, CODE_WORD)})
     monkeypatch.setattr(show, "REAL", show.Size(300, 8, 2, NUMBER))
 
 
-def test_demo_prints_the_answer_and_the_table(small_demo, monkeypatch):
-    monkeypatch.setattr(show, "OTHERS", {})
+def test_the_demo_runs_what_it_prints(small_demo):
     result = run("demo", "--dtype", "float32")
     assert result.exit_code == 0, result.output
-    assert "The code word of" in result.stdout
-    for word in ("DynamicCache", "turboquant_4bit_nc", "4 + 64", "bytes/token"):
+    assert all(line in result.stdout for line in show.SNIPPET.splitlines())
+    answer = next(line for line in result.stdout.splitlines() if line.startswith("What is the code word of"))
+    assert re.fullmatch(r"What is the code word of (\w+)\? The code word of \1 is \w+\.", answer)  # and ends with its sentence
+    for word in ("TurboQuantCache(format=turboquant_4bit_nc", "DynamicCache", "TurboQuantCache, 4 bits", "4 + 64", "2 of 2"):
         assert word in result.stdout
+    assert "ppl" not in result.stdout and "tok/s" not in result.stdout
 
 
 def test_demo_json_has_a_row_for_each_cache(small_demo):
-    rows = json.loads(run("demo", "--dtype", "float32", "--json").stdout)
-    assert [row["cache"] for row in rows] == ["DynamicCache", "turboquant_4bit_nc", "4 bits + H2O 50 %"]
-    dense, four, evicted = rows
-    assert evicted["bytes_per_token"] < 0.7 * dense["bytes_per_token"] and evicted["kl"] > 0
-    assert dense["kl"] == pytest.approx(0, abs=1e-6)
-    assert four["ratio"] > 1.5 and four["answer"] == dense["answer"]
+    dense, four = json.loads(run("demo", "--dtype", "float32", "--json").stdout)
+    assert [dense["cache"], four["cache"]] == ["DynamicCache", "TurboQuantCache, 4 bits"]
+    assert dense["kl"] == pytest.approx(0, abs=1e-6) and dense["ratio"] == 1
+    assert four["ratio"] > 1.5 and four["recall"] == dense["recall"] == 1 and 0 < four["kl_error"] < four["kl"]
 
 
-def test_demo_takes_another_model(small_demo, monkeypatch):
-    monkeypatch.setattr(show, "FORMATS", ())
-    result = run("demo", "--model", str(demo.MODEL_PATH))
+def test_demo_takes_another_model_and_formats(small_demo):
+    result = run("demo", "--model", str(demo.MODEL_PATH), "--formats", "int8")
     assert result.exit_code == 0, result.output
-    assert f"{demo.MODEL_PATH}, 300 tokens of context" in result.stdout.replace("\n", "")
+    printed = "".join(result.stdout.split())
+    assert f"{demo.MODEL_PATH},300tokensofcontext" in printed and "TurboQuantCache,4bits" not in printed
+
+
+def test_threads_that_wait_sleep(monkeypatch):
+    """torch reads it when it is loaded, which no command does before."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    run("formats", "--json")
+    assert os.environ["OMP_WAIT_POLICY"] == "passive"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import torch
 
 from qkvcache import progress
 
@@ -19,7 +20,7 @@ def test_a_line_at_intervals_without_a_terminal(capsys):
         time.sleep(0.08)
     out, err = capsys.readouterr()
     lines = err.splitlines()
-    assert not out and lines[0].startswith("reading: 0 of 2, 0 s") and any(line.startswith("reading: 1 of 2, ") for line in lines)
+    assert not out and lines[0].startswith("reading: 0%, 0 s") and any(line.startswith("reading: 50%, ") for line in lines)
     assert lines[-1].startswith("loading: 0 s")
     time.sleep(0.08)
     assert not capsys.readouterr().err  # it ends with its context
@@ -30,6 +31,29 @@ def test_short_work_and_hidden_work_print_nothing(capsys):
     for _ in progress.track([1, 2], "reading", 2, shown=False):
         time.sleep(0.08)
     assert capsys.readouterr() == ("", "")
+
+
+def test_reading_shows_the_share_of_layers(capsys):
+    class Slow(torch.nn.Identity):
+        def forward(self, x):
+            time.sleep(0.08)
+            return x
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(Slow() for _ in range(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model = Model()
+    with progress.reading(model, "reading twice", 2):
+        model(model(torch.zeros(1)))
+    assert "reading twice: 50%, " in capsys.readouterr().err
+    assert not any(layer._forward_hooks for layer in model.layers)
 
 
 def test_a_bar_on_a_terminal(capsys, monkeypatch):

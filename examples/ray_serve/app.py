@@ -5,30 +5,37 @@
 
 `Front` names the conversation of a request, by the header `x-session-id` or by the beginning of its prompt, and Ray's
 router sends it to the replica that this name hashes to; to the next one, if that has `together` requests already. Where
-a replica is lost, its conversations go on in others, which find their pages in the folder `store`.
+a replica is lost, its conversations go on in others, which find their pages in the folder `store`. Replicas ask for an API
+key if QKVCACHE_API_KEY has one, or several, separated by spaces.
 """
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from hashlib import sha256
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import StreamingResponse
-from pydantic import BaseModel
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, Field
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.util.metrics import Gauge
 
+from qkvcache.batching.api import answer_of
+from qkvcache.batching.fields import Refusal
+from qkvcache.batching.gate import body_of
 from qkvcache.batching.server import Server
 
 BEGINNING = 256
 """Characters of a prompt without messages that name its conversation."""
-SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers")
+MOST_BYTES, READ_SECONDS = 16 * 10**6, 10.0
+"""Of a request, in `Front`; replicas have the limit of their model."""
+SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers", "client")
 front = FastAPI()
 
 
@@ -41,6 +48,7 @@ class Options(BaseModel):
     cb_max_batch_tokens: int | None = None
     store: str | None = None
     store_bytes: int = 50 * 10**9
+    api_keys: list[str] = Field(default_factory=lambda: os.environ.get("QKVCACHE_API_KEY", "").split())
 
 
 class Arguments(Options):
@@ -95,7 +103,7 @@ def conversation(body: bytes) -> str:
         given = json.loads(body)
         prompt = given.get("messages") or given.get("input") or given.get("prompt")
         end = BEGINNING if isinstance(prompt, str) else [message["role"] for message in prompt].index("user") + 1
-    except (ValueError, TypeError, LookupError, AttributeError):
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return ""
     return sha256(json.dumps(prompt[:end]).encode()).hexdigest()
 
@@ -107,16 +115,19 @@ class Front:
         self.replicas = replicas.options(stream=True, method_name="answer")
 
     @front.api_route("/{path:path}", methods=["GET", "POST"])
-    async def forward(self, request: Request) -> StreamingResponse:
-        body = await request.body()
+    async def forward(self, request: Request) -> StreamingResponse | JSONResponse:
+        try:
+            body = await body_of(request.receive, MOST_BYTES, READ_SECONDS)
+        except Refusal as error:
+            return answer_of(error)
         replicas = self.replicas.options(session_id=request.headers.get("x-session-id") or conversation(body))
-        for tries_left in (2, 1, 0):
+        for tries_left in (1, 0):
             messages = aiter(replicas.remote({name: request.scope[name] for name in SCOPE}, body))
             try:
                 begin = await anext(messages)
                 break
-            except RayActorError:  # the replica is lost before its answer has begun: another one answers
-                if not tries_left:  # the request may be why
+            except RayActorError:  # the replica is lost before its answer has begun: one other answers, since the request may be why
+                if not tries_left:
                     raise
         headers = {name.decode(): value.decode() for name, value in begin["headers"]}
         return StreamingResponse((message.get("body", b"") async for message in messages), begin["status"], headers)

@@ -21,6 +21,8 @@ from starlette.responses import JSONResponse, StreamingResponse
 from transformers.cli.serving.utils import BaseHandler, CBWorkerDeadError
 
 from .fields import Fields, Refusal, Response
+from .gate import body_of
+from .prompts import Unrendered
 from .requests import ASKED, Asked, StopStrings
 
 logger = logging.getLogger(__name__)
@@ -41,21 +43,33 @@ def refusal(error: Exception, asked: Asked | None = None) -> Refusal:
     if isinstance(error, ClientDisconnect):
         return Refusal("the client has left", status=499)
     if isinstance(error, CBWorkerDeadError):
-        return Refusal(str(error), status=503)
+        return dead()
     if asked is None or not asked.admitted:
+        if isinstance(error, KeyError):
+            return Refusal(f"{error} is missing in a part of the request")
+        if isinstance(error, ValueError | TypeError | LookupError | RecursionError) or type(error).__module__.startswith("jinja2"):
+            return Refusal(str(error))
         if isinstance(error, MemoryError):
             return Refusal(str(error), status=413)
         if isinstance(error, RuntimeError):
             return Refusal(str(error), status=503)
-        if isinstance(error, ValueError | TypeError | LookupError) or type(error).__module__.startswith("jinja2"):
-            return Refusal(str(error))
-    logger.error("a request failed", exc_info=error)
-    return Refusal(str(error), status=500)
+    return failed(error, asked)
+
+
+def dead() -> Refusal:
+    return Refusal("the thread that generates has died: send the request to another server", status=503)
+
+
+def failed(error: Any, asked: Asked | None) -> Refusal:
+    """The refusal of a request that failed while it ran: the log has the reason, which is none of the client's."""
+    name = uuid.uuid4().hex if asked is None else asked.request_id
+    logger.error("request %s failed: %s", name, error, exc_info=error if isinstance(error, Exception) else None)
+    return Refusal(f"the request failed: the server's log has the reason, under {name}", status=500)
 
 
 def answer_of(error: Exception) -> JSONResponse:
     found = refusal(error)
-    return JSONResponse(found.body, found.status)
+    return JSONResponse(found.body, found.status, found.headers)
 
 
 class Front:
@@ -65,28 +79,42 @@ class Front:
         self.server, self.handler, self.fields = server, handler, fields
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+        server = self.server
         try:
-            body = await Request(scope, receive).body()
-            if self.server.stopping:
+            fields: Any = self.fields.of(await body_of(receive, server.max_body_bytes, server.limits.read_seconds))
+            if server.stopping:
                 raise stopping()
-            exchange = Exchange(self.server, self.handler, self.fields.of(body))
+            server.check(fields)
+            client = Request(scope).state.client
+            server.admit(client, fields.n)
+            exchange = Exchange(server, self.handler, fields, client)
         except (Refusal, ClientDisconnect) as error:
-            self.server.observed.add("refused")
+            server.observed.add(refusal(error).outcome)
             await answer_of(error)(scope, receive, send)
         else:
             await exchange.run(scope, receive, send)
 
 
+def schema_of(fields: Fields) -> dict | None:
+    """The JSON schema that answers follow; None: any text does."""
+    return getattr(fields, "schema_of_answer", None)
+
+
 class Exchange:
     """A request and its answers."""
 
-    def __init__(self, server: Any, handler: Any, fields: Any):
-        self.server, self.handler, self.fields, self.loop = server, handler, fields, asyncio.get_running_loop()
-        server.check(fields)
+    def __init__(self, server: Any, handler: Any, fields: Any, client: str | None):
+        self.server, self.handler, self.fields, self.client = server, handler, fields, client
+        self.loop = asyncio.get_running_loop()
         self.events: asyncio.Queue[tuple[Choice, str | None | Refusal]] = asyncio.Queue()
         """A choice with a part of its answer, or None at its end; or any choice with what ends the request."""
         self.id, self.begin, self.outcome, self.started = uuid.uuid4().hex, time.perf_counter(), "cancelled", False
         self.choices = [Choice(self._asked(i), fields.stop, i) for i in range(fields.n)]
+
+    @property
+    def waiting(self) -> int:
+        """Answers that have no token yet."""
+        return sum(not choice.done and not choice.asked.first_token for choice in self.choices)
 
     def _asked(self, index: int) -> Asked:
         options = self.fields.model_dump(include=BY_BATCH - {"stop"}, exclude_unset=True)
@@ -94,7 +122,7 @@ class Exchange:
             options["seed"] += index
         if self.fields.stop:
             options["stop"] = StopStrings(self.server.tokenizer, self.fields.stop)
-        return Asked(f"{self.id}-{index}" if index else self.id, options)
+        return Asked(f"{self.id}-{index}" if index else self.id, options, self.client)
 
     def end(self, error: Refusal) -> None:
         """Ends the request with an error, from the thread of the event loop."""
@@ -102,11 +130,12 @@ class Exchange:
 
     async def run(self, scope: dict, receive: Callable, send: Callable) -> None:
         self.server.exchanges.add(self)
-        tasks = [asyncio.create_task(self._left(receive))]
+        prompt = asyncio.create_task(self._rendered())
+        tasks = [asyncio.create_task(self._left(receive)), prompt]
         for choice in self.choices:
             context = copy_context()
             context.run(ASKED.set, choice.asked)
-            tasks.append(asyncio.create_task(self._handle(choice), context=context))
+            tasks.append(asyncio.create_task(self._handle(choice, prompt), context=context))
         try:
             if self.fields.stream:
                 await self._answer_stream(send)
@@ -114,7 +143,7 @@ class Exchange:
                 await JSONResponse(await self._whole())(scope, receive, send)
             self.outcome = "finished"
         except Refusal as error:
-            self.outcome = {499: "cancelled", 500: "failed"}.get(error.status, "refused")
+            self.outcome = error.outcome
             if self.started:
                 await _event(send, json.dumps(error.body), last=True)
             else:
@@ -135,12 +164,29 @@ class Exchange:
             pass
         self.end(refusal(ClientDisconnect()))
 
-    async def _handle(self, choice: Choice) -> None:
-        """Runs the handler of transformers for a choice."""
-        handled = {"n", "stream_options", "user", "metadata"} | (BY_BATCH if self.server.options_by_batch else set())
-        body = self.fields.model_dump(exclude=handled, exclude_unset=True) | {"stream": self.fields.stream}
+    @property
+    def _body(self) -> dict[str, Any]:
+        """What the handlers of transformers get."""
+        handled = {"n", "stream_options", "user", "metadata", "response_format"} | (BY_BATCH if self.server.options_by_batch else {"stop"})
+        return self.fields.model_dump(exclude=handled, exclude_unset=True) | {"stream": self.fields.stream}
+
+    async def _rendered(self) -> Any:
+        """The prompt of all choices, which get their grammar."""
+        ASKED.set(Asked(self.id))
         try:
-            answer = await self.handler.handle_request(body, choice.asked.request_id)
+            await self.handler.handle_request(self._body, self.id)
+        except Unrendered as found:
+            prompt, grammar = await self.server.render(self.client, found.call, schema_of(self.fields))
+        for choice in self.choices:
+            if grammar is not None:
+                choice.asked.options["grammar"] = grammar.copy()
+        return prompt
+
+    async def _handle(self, choice: Choice, prompt: asyncio.Task) -> None:
+        """Runs the handler of transformers for a choice."""
+        try:
+            choice.asked.prompt = await prompt
+            answer = await self.handler.handle_request(self._body, choice.asked.request_id)
             if isinstance(answer, StreamingResponse):
                 self.events.put_nowait((choice, ""))  # it begins
                 async for part in answer.body_iterator:
@@ -228,7 +274,7 @@ class Choice:
         except ValueError:  # transformers does not quote the message
             data = {"error": line.removeprefix('data: {"error": "').removesuffix('"}')}
         if isinstance(data.get("error"), str):
-            raise Refusal(data["error"], status=500)
+            raise failed(data["error"], self.asked)
         if "response" in data:
             self._count(data["response"])
         if "choices" not in data:
@@ -252,7 +298,8 @@ class Choice:
             return ""
         text = self._held + text
         ends = [text.find(string) for string in self._stop if string in text]
-        begins = [size for string in self._stop for size in range(1, len(string)) if text.endswith(string[:size])]
+        sizes = ((string, size) for string in self._stop for size in range(1, min(len(string), len(text) + 1)))
+        begins = [size for string, size in sizes if text.endswith(string[:size])]
         self._stopped = bool(ends)
         end = min(ends) if ends else len(text) - max(begins, default=0) if not last else len(text)
         self._held = text[end:]

@@ -68,14 +68,14 @@ class Batching:
         gauges = {} if self.manager is None else self.manager.gauges()
         return replace(self._counters, **gauges)
 
-    def close(self) -> None:
-        """Stops the manager and restores the model; further calls do nothing."""
+    def close(self, timeout: float | None = None) -> None:
+        """Stops the manager and restores the model; further calls do nothing. `timeout`: seconds in which the manager's step has to end;
+        later it is left running. None: any time."""
         if self.model.__dict__.get(INIT) is not self:
             return
         del self.model.__dict__[INIT], self.model.__dict__[GENERATE]
         if self.manager is not None:
-            self.manager.close()
-            if self.model.config._attn_implementation != self._attention:  # left by a manager that never started
+            if self.manager.close(timeout) and self.model.config._attn_implementation != self._attention:
                 self.model.set_attn_implementation(self._attention)
             self.manager = None
 

@@ -60,6 +60,11 @@ class Histogram:
         self.counts[bisect_left(self.bounds, seconds)] += 1
         self.sum += seconds
 
+    @property
+    def mean(self) -> float:
+        """The mean of all observed seconds; 0 without any."""
+        return self.sum / max(sum(self.counts), 1)
+
     def lines(self, name: str) -> Iterator[str]:
         yield f"# TYPE {name} histogram"
         totals = list(accumulate(self.counts))
@@ -77,7 +82,7 @@ class Observed:
     """Requests over HTTP by outcome, and the seconds of those that finished: to their first token, for each token after it, and in all."""
 
     def __init__(self) -> None:
-        self.outcomes = dict.fromkeys(("finished", "cancelled", "refused", "failed"), 0)
+        self.outcomes = dict.fromkeys(("finished", "cancelled", "refused", "unauthorized", "limited", "failed"), 0)
         self.seconds = {"time_to_first_token": Histogram(*LONG), "time_per_output_token": Histogram(*SHORT), "request": Histogram(*LONG)}
 
     def add(self, outcome: str, begin: float = 0.0, first: float = 0.0, tokens: int = 0) -> None:

@@ -18,18 +18,24 @@ class Asked:
 
     options         keyword arguments of `CompressedManager.add_request`
     request_id      a unique id, unlike an X-Request-ID header
+    client          who sent it: waiting requests of clients take turns
+    prompt          what its handler gets where it renders or tokenizes a prompt; None: it is not known yet
     admitted        whether the manager has accepted the request
     max_new_tokens  tokens that its answer can have
     first_token     when its answer began, of `time.perf_counter`; 0: it has not, or is not known
     cached_tokens   tokens of its prompt that were already in pages
+    left            whether its client has left
     """
 
     request_id: str
     options: dict[str, Any] = field(default_factory=dict)
+    client: str | None = None
+    prompt: Any = None
     admitted: bool = False
     max_new_tokens: int | None = None
     first_token: float = 0.0
     cached_tokens: int = 0
+    left: bool = False
 
 
 ASKED: ContextVar[Asked | None] = ContextVar("asked", default=None)
@@ -66,15 +72,22 @@ def check_prompt(config: PreTrainedConfig, ids: Iterable[int], max_new_tokens: i
 class StopStrings:
     """Strings that end an answer. They are searched for in the text of its last tokens."""
 
+    MARGIN = 8
+    """Characters by which the text of some tokens can differ at its beginning from their part of a longer text."""
+
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]):
         self.strings, self._tokenizer, self._special = tuple(strings), tokenizer, set(tokenizer.all_special_ids)
-        # A token has at least one byte, and decoders may strip the beginning of the first tokens.
-        self._tokens = max(len(string.encode()) for string in strings) + 8
+        self._longest = max(map(len, strings)) + self.MARGIN
 
     def end(self, backwards: Iterable[int]) -> bool:
-        """Whether an answer contains one of the strings. `backwards`: its tokens, the last one first."""
-        recent = list(islice((token for token in backwards if token not in self._special), self._tokens))
-        text = self._tokenizer.decode(recent[::-1])
+        """Whether the last token of an answer completes one of the strings. `backwards`: its tokens, the last one first."""
+        tokens = (token for token in backwards if token not in self._special)
+        recent = list(islice(tokens, 1))
+        text = self._tokenizer.decode(recent)
+        wanted = len(text) + self._longest
+        while len(text) < wanted and (more := list(islice(tokens, len(recent)))):
+            recent += more
+            text = self._tokenizer.decode(recent[::-1])
         return any(string in text for string in self.strings)
 
     def __deepcopy__(self, memo: dict) -> StopStrings:

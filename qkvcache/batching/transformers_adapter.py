@@ -11,10 +11,12 @@ import copy
 import inspect
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain, islice, takewhile
 from math import ceil, lcm
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +33,7 @@ from ..kernels import AttentionBudget
 from ..kernels.attend.chunked import CHUNK_BYTES
 from ..releases import LAST_TESTED, warn_if_newer
 from .attention import NAME, NewKV, paged_attention
+from .grammars import Grammar, masked
 from .layout import PAGE_ALIGNMENT, BlockLayout
 from .metrics import Metrics
 from .requests import ASKED, Asked, StopStrings, check_prompt
@@ -71,7 +74,11 @@ try:
         ContinuousBatchingLogitsProcessorList,
         ContinuousBatchingTopPLogitsWarper,
     )
-    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager, ContinuousBatchProcessor
+    from transformers.generation.continuous_batching.continuous_api import (
+        BackgroundThreadStatus,
+        ContinuousBatchingManager,
+        ContinuousBatchProcessor,
+    )
     from transformers.generation.continuous_batching.distributed import DistributedHelper
     from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
     from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs, ContinuousBatchingIOs
@@ -85,6 +92,8 @@ FETCHED = "pages that were fetched"
 """The id of the request that fetched pages belong to until they are matched."""
 RING_SHARE = 16
 """Rings take at most one sixteenth of the free memory, unless `max_requests_per_batch` sets their number."""
+TURN = 0.5
+"""Seconds for which a client may run two requests more than one that waits, until one of them gives way."""
 
 
 # The pool.
@@ -510,6 +519,7 @@ class Request(RequestState):
 
     stop: StopStrings | None = None
     asked: Asked | None = None
+    grammar: Grammar | None = None
     cached_tokens: int | None = None
     """The number of cached tokens of its prompt; None until the prompt is read."""
 
@@ -517,6 +527,9 @@ class Request(RequestState):
         if self.asked is not None and not self.asked.first_token:
             self.asked.first_token = time.perf_counter()
         done = super().update_and_check_completion(token_id, logprob)
+        if not done and self.grammar is not None and self.grammar.ends_with(token_id):
+            self.status = RequestStatus.FINISHED
+            return True
         if done or self.stop is None:
             return done
         # A preempted request has its first generated tokens at the end of its prompt.
@@ -534,15 +547,26 @@ class Request(RequestState):
     def create_equivalent_initial_request(self) -> Request:
         state: Any = super().create_equivalent_initial_request()
         state.__class__ = Request
-        state.stop, state.asked, state.cached_tokens = self.stop, self.asked, self.cached_tokens
+        state.stop, state.asked, state.grammar, state.cached_tokens = self.stop, self.asked, self.grammar, self.cached_tokens
         return state
 
 
+def client_of(state: RequestState) -> str | None:
+    asked = getattr(state, "asked", None)
+    return None if asked is None else asked.client
+
+
+def running_by_client(active: dict[str, RequestState]) -> Counter[str | None]:
+    return Counter(map(client_of, active.values()))
+
+
 class Requests:
-    """A mixin for schedulers: requests know how many of their tokens were cached, and cancelled requests are dropped completely."""
+    """A mixin for schedulers: clients take turns, requests know how many of their tokens were cached, and cancelled requests are dropped
+    completely."""
 
     forget: Callable[[str], None]
     cache: CompressedPagedCache
+    active_requests: dict[str, RequestState]
 
     def add_waiting_request(self, state: RequestState) -> None:
         super().add_waiting_request(state)  # type: ignore[misc]
@@ -550,8 +574,14 @@ class Requests:
             self.cache.sessions.expect(state.request_id, self.cache.matched(state.initial_tokens))
 
     def _get_waiting_candidates(self) -> list[RequestState]:
-        """The waiting requests whose stored pages have been fetched."""
+        """The waiting requests whose stored pages have been fetched. A client that has fewer requests running or before goes first."""
         states = super()._get_waiting_candidates()  # type: ignore[misc]
+        if len(states) > 1:
+            held, ranked = running_by_client(self.active_requests), []
+            for state in states:
+                ranked.append((held[client_of(state)], state))
+                held[client_of(state)] += 1
+            states = [state for _, state in sorted(ranked, key=itemgetter(0))]
         if self.cache.sessions is None:
             return states
         fetched = self.cache.sessions.fetched([state.request_id for state in states])
@@ -581,12 +611,15 @@ class Sampling(ContinuousBatchingLogitsProcessorList):
     A batch leaves out what none of its requests needs: sorting vocabularies for top_p takes long.
     """
 
-    def __init__(self, config: GenerationConfig):
+    def __init__(self, config: GenerationConfig, vocab_size: int):
         super().__init__(LogitsProcessorList())
+        self.vocab_size = vocab_size
         self.supported_keys = {"temperature": float, "top_p": float, "seed": int}
         self.default, self.tensors_required, self.do_processing = config, len(self.supported_keys), True
         self._top_k = TopKLogitsWarper(config.top_k) if config.top_k else None
         self._top_p = ContinuousBatchingTopPLogitsWarper(TopPLogitsWarper(1.0))
+        self.masks: Tensor | None = None
+        """The tokens that the latest batch may have, if a request has a grammar: int32 `[B, vocabulary / 32]`."""
         self.needed = [False] * self.tensors_required
         """Whether the latest batch needs temperatures, top_p, and noise."""
 
@@ -596,6 +629,7 @@ class Sampling(ContinuousBatchingLogitsProcessorList):
     def prepare_tensor_args(self, requests_in_batch: list[FutureRequestState], arg_storage: Tensor) -> Tensor:
         states = [request.state for request in requests_in_batch if request.has_new_token]
         options = [GREEDY | state.logit_processor_kwargs for state in states]
+        self._mask([getattr(state, "grammar", None) for state in states])
         self.needed = [any(given[name] != GREEDY[name] for given in options) for name in self.supported_keys]
         if any(self.needed):
             children = [state.request_id.partition("__child#")[2] for state in states]
@@ -605,7 +639,18 @@ class Sampling(ContinuousBatchingLogitsProcessorList):
             arg_storage[:, : len(states)] = torch.stack([*real, torch.tensor(keys, dtype=torch.int32, device="cpu")])
         return arg_storage
 
+    def _mask(self, grammars: list[Grammar | None]) -> None:
+        self.masks = None
+        if any(grammars):
+            masks = torch.full((len(grammars), -(-self.vocab_size // 32)), -1, dtype=torch.int32, device="cpu")
+            for row, grammar in zip(masks, grammars, strict=True):
+                if grammar is not None:
+                    grammar.mask(row)
+            self.masks = masks
+
     def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:
+        if self.masks is not None:  # only where steps are not captured and follow each other (`add_request`)
+            scores = torch.cat([masked(scores[: len(self.masks)], self.masks.to(scores.device)), scores[len(self.masks) :]])
         temperature, top_p, keys = logits_processor_args[:, : len(scores)]
         if self.needed[0]:
             scores = scores / temperature.view(torch.float32)[:, None]
@@ -664,6 +709,8 @@ class CompressedProcessor(ContinuousBatchProcessor):
     to its pages."""
 
     cache: CompressedPagedCache
+    _unequal: float | None = None
+    """Since when a client waits that runs fewer requests than another."""
     NO_ROOM = "No requests can be scheduled and no requests can be offloaded."
     """transformers' error for a request that does not fit into an empty pool."""
 
@@ -678,8 +725,32 @@ class CompressedProcessor(ContinuousBatchProcessor):
         if isinstance(self.logit_processor, Sampling):
             self.do_sample = self.model_runner.do_sample = False  # the logits processors draw the tokens
 
+    def _give_way(self) -> None:
+        """Lets the newest request of the client that runs the most wait, if another client waits and runs at least two fewer. It goes on
+        from its pages, or from its tokens."""
+        scheduler, now = self.scheduler, time.monotonic()
+        held = running_by_client(scheduler.active_requests)
+        ((most, count),) = held.most_common(1) or [(None, 0)]
+        if count < 2 + min(held[client_of(state)] for state in scheduler.waiting_requests.values()):
+            self._unequal = None
+            return
+        self._unequal = self._unequal or now
+        if now - self._unequal < TURN:
+            return
+        self._unequal, scheduler.block_new_requests = now, False
+        state: Any = next(state for state in reversed(scheduler.active_requests.values()) if client_of(state) == most)
+        again = state.create_equivalent_initial_request()
+        state._status = RequestStatus.FINISHED  # as of preempted requests: ignores the result of a step that still runs
+        self.cache.counters.preemptions += 1
+        scheduler.finish_request(state.request_id)
+        scheduler.add_waiting_request(again)
+
     def prepare_next_batch(self) -> bool:
         self.cache.release_copied()
+        if self.scheduler.waiting_requests:
+            self._give_way()
+        else:
+            self._unequal = None
         while True:
             try:
                 return super().prepare_next_batch()
@@ -739,11 +810,15 @@ class CompressedManager(ContinuousBatchingManager):
         if asked.per_request_processors:
             if asked.return_logprobs:
                 raise NotImplementedError("return_logprobs with per_request_processors: they would be those of the noise")
-            self.logit_processor: ContinuousBatchingLogitsProcessorList = Sampling(generation_config)
+            self.logit_processor: ContinuousBatchingLogitsProcessorList = Sampling(
+                generation_config, model.config.get_text_config(decoder=True).vocab_size
+            )
             if asked.max_memory_percent is None and on_cuda:
                 config.max_memory_percent = 0.8  # transformers' share where logits are processed
         self._issued: set[str] = set()
         """Ids that were made for requests to come: no other request has them."""
+        self.progressed = time.monotonic()
+        """When the thread last ended a step, or looked for one."""
         self.compiled: list[torch.nn.Module] = []
         if compiling is not None:
             self.compiled = decoder_layers(model)
@@ -768,12 +843,21 @@ class CompressedManager(ContinuousBatchingManager):
     def start(self) -> None:
         """Starts as transformers does; the pool is allocated before it returns."""
         self._pool()
+        self.progressed = time.monotonic()
         super().start()
 
-    def close(self) -> None:
-        """Stops, and drops the pool."""
+    def _generation_loop_body(self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool) -> bool:
+        goes_on = super()._generation_loop_body(batch_processor, bootstrapping)
+        self.progressed = time.monotonic()
+        return goes_on
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Stops, and drops the pool. False: the thread has not ended after `timeout` seconds, and goes on with both."""
         if self.is_running():
-            self.stop(block=True, hard_stop=True)
+            self.background_thread_status.request_stop(BackgroundThreadStatus.HARD_STOP, self.distributed_helper.global_rank)
+            self.join(time.perf_counter(), timeout)
+        if self.is_running():
+            return False
         if self.batch_processor is not None and self.cache.sessions is not None:
             self.cache.sessions.close()
         self.destroy()
@@ -782,6 +866,7 @@ class CompressedManager(ContinuousBatchingManager):
             delattr(self.model, _CACHED)
         for layer in self.compiled:
             layer._compiled_call_impl = None
+        return True
 
     def add_request(
         self,
@@ -796,8 +881,9 @@ class CompressedManager(ContinuousBatchingManager):
         """Adds a request. Its answer ends at the model's last position at the latest.
 
         Args:
-            options: `stop`, the `StopStrings` that end the answer, which includes their tokens; and `temperature`, `top_p` and `seed` of
-                this request, if the config has `per_request_processors`.
+            options: `stop`, the `StopStrings` that end the answer, which includes their tokens; `temperature`, `top_p` and `seed` of this
+                request, if the config has `per_request_processors`; `grammar`, the `Grammar` that the answer follows, if the config has
+                neither `use_async_batching` nor `use_cuda_graph` then.
 
         Raises:
             ValueError, TypeError: a prompt that `check_prompt` refuses, or options that the manager does not have; nothing is added.
@@ -817,8 +903,14 @@ class CompressedManager(ContinuousBatchingManager):
             self._issued.discard(request_id)
         else:
             self._check_unused(request_id)
-        stop = options.pop("stop", None)
+        stop, grammar = options.pop("stop", None), options.pop("grammar", None)
         try:
+            config = self.continuous_batching_config
+            ahead = config.use_async_batching or any(config.cuda_graph_booleans)
+            if grammar is not None and (ahead or not isinstance(self.logit_processor, Sampling)):
+                raise ValueError(
+                    "grammar= needs a config with per_request_processors=True, use_async_batching=False and use_cuda_graph=False"
+                )
             wanted = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
             tokens, most = check_prompt(self.model.config, input_ids, wanted)
             if isinstance(self.logit_processor, Sampling):
@@ -841,7 +933,7 @@ class CompressedManager(ContinuousBatchingManager):
             streaming=streaming,
             logit_processor_kwargs=options,
         )
-        state.stop, state.asked = stop, asked
+        state.stop, state.asked, state.grammar = stop, asked, grammar
         if asked is not None:
             asked.admitted, asked.max_new_tokens = True, most
         self.input_queue.put(state, timeout=10)

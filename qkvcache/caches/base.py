@@ -445,14 +445,16 @@ class CompressedCache(DynamicCache):
         evicting = sum(kind == "evicting" and i not in self._maker.exact for i, kind in enumerate(kinds))
         options: dict[str, Any] = {"policy": self.policy, "attention_budget": self.attention_budget}
         options |= {"offload_pages": True} if self.offload_pages else {}
-        shown = "".join(f", {name}={x!r}" for name, x in (options | self._layer_options).items() if x is not None)
+        shown = "".join(f", {name}={x}" for name, x in (options | self._layer_options).items() if x is not None)
+        counts = {"compressed": compressed, "evicting": evicting}
+        counts = {name: count for name, count in counts.items() if count} or {"compressed": 0}
+        layers = ", ".join(f"{count} of {len(self.layers)} {name}" for name, count in counts.items())
         formats_of = (getattr(layer, "format", None) for layer in self.layers)
         changed = [str(i) for i, format in enumerate(formats_of) if isinstance(format, Int8Keys)]
         int8 = f" (int8 keys in layer{'s' * (len(changed) > 1)} {', '.join(changed)})" if changed else ""
         return (
             f"{type(self).__name__}(format={self.format.name}{int8}{shown}, "
-            f"layers={compressed} of {len(self.layers)} compressed"
-            f"{f', {evicting} evicting' * bool(self.policy)}, tokens={tokens}, bytes={memory.total:,}, ratio={memory.ratio:.2f})"
+            f"layers={layers}, tokens={tokens}, bytes={memory.total:,}, ratio={memory.ratio:.2f})"
         )
 
 

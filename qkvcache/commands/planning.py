@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Column, Table
@@ -45,12 +45,14 @@ Requests = Annotated[
     ),
 ]
 Batch = Annotated[int, typer.Option(help="Requests that run together.", min=1)]
-GpuMemory = Annotated[str | None, typer.Option(help="Memory of one GPU for weights and caches: 80GB, 74.5GiB, or bytes.")]
+GpuMemory = Annotated[str | None, typer.Option(help="Memory of one GPU: 80GB, 74.5GiB, or bytes; of several: 8x80GB.")]
 WeightsMemory = Annotated[str | None, typer.Option(help="Memory of the weights, over all GPUs. Default: computed from the config.")]
-TensorParallel = Annotated[int, typer.Option(help="GPUs that share the KV heads.", min=1)]
+TensorParallel = Annotated[
+    int | None, typer.Option(help="GPUs that share the KV heads. Default: the number in --gpu-memory 8x80GB, or one.", min=1)
+]
 Dtype = Annotated[str | None, typer.Option(help="Dtype of the model: bfloat16, float16 or float32. Default: the config's.")]
 
-EIGHT_GPUS = "meta-llama/Llama-3.1-70B --context 131072 --gpu-memory 80GB --tensor-parallel 8"
+EIGHT_GPUS = "meta-llama/Llama-3.1-70B --context 131072 --gpu-memory 8x80GB"
 app = typer.Typer()
 
 
@@ -74,7 +76,7 @@ def plan(
     requests: Requests = None,
     gpu_memory: GpuMemory = None,
     weights_memory: WeightsMemory = None,
-    tensor_parallel: TensorParallel = 1,
+    tensor_parallel: TensorParallel = None,
     dtype: Dtype = None,
     num_sink_tokens: Annotated[int, typer.Option(help="First tokens that stay in the model's dtype.", min=0)] = 4,
     residual_length: Annotated[int, typer.Option(help="Last tokens that stay in the model's dtype.", min=0)] = 64,
@@ -89,8 +91,8 @@ def plan(
 
     options = {
         "policy": _policy(policy, budget), "context": context, "batch": batch, "requests": _mix(requests),
-        "gpu_memory": bytes_of(gpu_memory, "--gpu-memory"), "weights_memory": bytes_of(weights_memory, "--weights-memory"),
-        "tensor_parallel": tensor_parallel, "dtype": dtype and dtype_of(dtype), "num_sink_tokens": num_sink_tokens,
+        **_gpus(gpu_memory, tensor_parallel), "weights_memory": bytes_of(weights_memory, "--weights-memory"),
+        "dtype": dtype and dtype_of(dtype), "num_sink_tokens": num_sink_tokens,
         "residual_length": residual_length, "max_length": max_length, "offload_pages": offload_pages,
         "attention_budget": budget_of(attention_budget, "--attention-budget"),
     }  # fmt: skip
@@ -101,7 +103,7 @@ def plan(
             output([found.as_json()], json_output, found.reason, _table([found]), _parts(found))
             return
         plans = planning.plan_all(config, RECOMMENDED if format is None else None, **options)  # type: ignore[arg-type]
-    output([plan.as_json() for plan in plans], json_output, *_does_not_fit(plans), _table(plans), _below(plans[-1]))
+    output([plan.as_json() for plan in plans], json_output, *_verdict(plans), _table(plans), _below(plans[-1]))
 
 
 @app.command(epilog=examples(f"qkvcache recommend {EIGHT_GPUS} --workload continue"))
@@ -116,7 +118,7 @@ def recommend(
     batch: Batch = 1,
     gpu_memory: GpuMemory = None,
     weights_memory: WeightsMemory = None,
-    tensor_parallel: TensorParallel = 1,
+    tensor_parallel: TensorParallel = None,
     dtype: Dtype = None,
     json_output: JsonOption = False,
 ) -> None:
@@ -125,17 +127,24 @@ def recommend(
 
     options = {
         "workload": workload, "context": context, "streaming": streaming, "chat": chat, "batch": batch,
-        "dtype": dtype and dtype_of(dtype), "gpu_memory": bytes_of(gpu_memory, "--gpu-memory"),
-        "weights_memory": bytes_of(weights_memory, "--weights-memory"), "tensor_parallel": tensor_parallel,
+        "dtype": dtype and dtype_of(dtype), **_gpus(gpu_memory, tensor_parallel),
+        "weights_memory": bytes_of(weights_memory, "--weights-memory"),
     }  # fmt: skip
     config = _config(model)
     with refusals():
         found = planning.recommend(config, **options)  # type: ignore[arg-type]
-    grid = Table(Column(), Column(overflow="fold"), show_header=False, title="recommended" if found.fits else "does not fit")
-    first = [("cache", found.call), ("because", found.reason)]
-    for row in first if found.fits else reversed(first):
-        grid.add_row(*row)
-    output(found.as_json(), json_output, grid)
+    output(found.as_json(), json_output, str(found))
+
+
+def _gpus(memory: str | None, tensor_parallel: int | None) -> dict[str, Any]:
+    """The options of `plan` for `80GB`, or for `8x80GB`, which names the number of GPUs too."""
+    several = re.fullmatch(r"\s*(\d+)\s*x\s*(.*)", memory or "")
+    count, size = (int(several[1]), several[2]) if several else (tensor_parallel or 1, memory)
+    if count < 1 or tensor_parallel not in (None, count):
+        raise typer.BadParameter(
+            f"{memory!r} with --tensor-parallel {tensor_parallel}: one number of GPUs, from 1 on", param_hint="--gpu-memory"
+        )
+    return {"gpu_memory": bytes_of(size, "--gpu-memory"), "tensor_parallel": count}
 
 
 def _config(model: str) -> PreTrainedConfig:
@@ -204,13 +213,14 @@ def _parts(plan: Plan) -> Table:
     return grid
 
 
-def _does_not_fit(plans: list[Plan]) -> list[str]:
-    """A line that stands before the table if not every cache holds the requests."""
-    small = [plan.name for plan in plans if not plan.fits]
-    if not small:
+def _verdict(plans: list[Plan]) -> list[str]:
+    """A line that stands before the table: which of its caches hold the requests."""
+    fit = [plan.name for plan in plans if plan.fits]
+    requests = f"{plans[0].batch:,} requests" if plans[0].batch > 1 else "one request"
+    if plans[0].gpu_memory is None:
         return []
-    requests = f"{plans[0].batch} requests" if plans[0].batch > 1 else "one request"
-    return [f"Does not fit: {'no cache holds' if len(small) == len(plans) else ', '.join(small) + ': too large for'} {requests}."]
+    of_all = "every cache" if len(fit) == len(plans) else ", ".join(fit)
+    return [f"Fits: {of_all}, for {requests}." if fit else f"Does not fit: no cache holds {requests}."]
 
 
 def _below(plan: Plan) -> str:
@@ -219,7 +229,8 @@ def _below(plan: Plan) -> str:
 
     words = list(plan.notes)
     if plan.gpu_memory is not None and plan.weights_memory is not None:
-        memory = f"{plan.tensor_parallel} x {in_words(plan.gpu_memory)} less {in_words(plan.weights_memory)} of weights"
+        beside = f" and {in_words(plan.activations)} of activations" if plan.activations and not plan.batching else ""
+        memory = f"{plan.tensor_parallel} x {in_words(plan.gpu_memory)} less {in_words(plan.weights_memory)} of weights{beside}"
         longest = f"; the longest context is that of {f'{plan.batch} requests' if plan.batch > 1 else 'one request'}"
         words.insert(0, f"What fits into {memory}{'' if plan.batching else longest}.")
     if plan.at_most:

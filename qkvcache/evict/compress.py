@@ -22,7 +22,7 @@ from ..attention.route import NAME, install
 from ..autocast import without_autocast
 from ..kernels import Pair, sum_attention
 from ..kernels.attend.chunked import ChunkedKV, attend_chunked, supports_queries
-from ..progress import track
+from ..progress import reading
 from ..releases import passing
 from .layer import EvictingLayer
 from .policies import KVzip
@@ -216,22 +216,23 @@ def read_twice(
     (shortest, longest), sinks = torch.stack(lengths.aminmax()).tolist(), policy.num_sink_tokens
     padded = shortest < ids.shape[1]
     step = chunk_size or ids.shape[1]
-    for begin in range(0, ids.shape[1], step):
-        end = min(begin + step, ids.shape[1])
-        _forward(model, dense, ids[:, :end], mask[:, :end], end - begin, padded)
-    others = {i: copy.deepcopy(x) for i, x in enumerate(dense.layers) if not isinstance(x, ReadingLayer)}
-    steps = range(min(sinks, longest), longest, policy.chunk_size)
+    first, second = range(0, ids.shape[1], step), range(min(sinks, longest), longest, policy.chunk_size)
     instructions = [_instruction(tokenizer, later, ids.device) for later in (False, True)]
     readers = [layer for layer in dense.layers if isinstance(layer, ReadingLayer)]
-    for begin in track(steps, "reading the context again", len(steps), progress):
-        end = min(begin + policy.chunk_size, longest)
-        local, tokens, is_valid = _reading(ids, order, lengths, begin, end, shortest < end, sinks, instructions[begin > sinks])
-        for layer in readers:
-            layer.reading = local
-        whole = torch.cat([ids, tokens], dim=1), torch.cat([mask, is_valid.to(mask.dtype)], dim=1)
-        _forward(model, dense, *whole, tokens.shape[1], padded)
-        for i, layer in others.items():
-            dense.layers[i] = copy.deepcopy(layer)
+    with reading(model, "reading the context twice", len(first) + len(second), progress):
+        for begin in first:
+            end = min(begin + step, ids.shape[1])
+            _forward(model, dense, ids[:, :end], mask[:, :end], end - begin, padded)
+        others = {i: copy.deepcopy(x) for i, x in enumerate(dense.layers) if not isinstance(x, ReadingLayer)}
+        for begin in second:
+            end = min(begin + policy.chunk_size, longest)
+            local, tokens, is_valid = _reading(ids, order, lengths, begin, end, shortest < end, sinks, instructions[begin > sinks])
+            for layer in readers:
+                layer.reading = local
+            whole = torch.cat([ids, tokens], dim=1), torch.cat([mask, is_valid.to(mask.dtype)], dim=1)
+            _forward(model, dense, *whole, tokens.shape[1], padded)
+            for i, layer in others.items():
+                dense.layers[i] = copy.deepcopy(layer)
     for layer in readers:
         layer.reading = layer.local = None
     return dense, others

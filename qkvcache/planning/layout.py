@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
@@ -47,10 +48,11 @@ def _layer_bytes(layer: object, shape: Shape, dtype: torch.dtype, seq_length: in
     then. A preallocated layer has the same size from its first token on.
     """
     if isinstance(layer, CompressedLayer):
-        like = torch.empty(rows, shape.heads, 0, shape.head_dim, dtype=dtype, device="meta")
-        storage = layer.simulated((like, like), prompt, seq_length, shape.query_heads)
+        dims = shape.head_dim, shape.value_dim
+        like: Any = tuple(torch.empty(rows, shape.heads, 0, dim, dtype=dtype, device="meta") for dim in dims)
+        storage = layer.simulated(like, prompt, seq_length, shape.query_heads)
         return bytes_by_role(storage.tensors()), storage.tokens.pool.nbytes if layer.offload_pages else 0
-    token = rows * 2 * shape.heads * shape.head_dim * dtype.itemsize
+    token = rows * shape.heads * (shape.head_dim + shape.value_dim) * dtype.itemsize
     exact = 0
     if hasattr(layer, "conv_states"):
         exact += rows * shape.state

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from ..attention.model_code import has_latents
+from ..attention.model_code import channels_of_latents, has_latents
 from ..layers.kinds import head_dim_of
 
 GROWING = {"full_attention", "sliding_attention", "chunked_attention", "reference_sliding_attention"}
@@ -20,12 +20,13 @@ neither."""
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer on one GPU: KV heads, query heads, channels of a head, and bytes of one row's state (linear
-    attention)."""
+    """One layer on one GPU: KV heads, query heads, channels of a key and of a value, and bytes of one row's state (linear
+    attention). With latent attention there is one head, whose key is the latent and whose value is the rotated key."""
 
     heads: int
     query_heads: int
     head_dim: int
+    value_dim: int
     state: int
 
 
@@ -43,15 +44,22 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
             "context; measure cache.nbytes"
         )
     text = config.get_text_config(decoder=True)
-    if has_latents(text):
+    if has_latents(text) and (getattr(text, "index_head_dim", None) or not _keeps_latents(text)):
         raise NotImplementedError(
-            f"planning for {text.model_type}: latent attention (MLA) caches latents, which are compressed already and whose layout "
-            "differs between releases of transformers; measure cache.nbytes"
+            f"planning for {text.model_type}: its latent attention (MLA) caches the keys of an indexer too, or expands latents before it "
+            "caches them in this release of transformers; measure cache.nbytes"
         )
     if unknown := set(getattr(text, "layer_types", None) or ()) - GROWING - STATES - EMPTY:
         kinds = ", ".join(sorted(unknown))
         raise NotImplementedError(f"planning for {text.model_type}: what {kinds} layers store is unknown; measure cache.nbytes")
     return text
+
+
+def _keeps_latents(text: PreTrainedConfig) -> bool:
+    """Whether the model caches latents, and not what they expand to."""
+    from ..latents.attention import absorb
+
+    return absorb(text)
 
 
 def shapes(config: PreTrainedConfig, itemsize: int, tensor_parallel: int = 1) -> list[Shape]:
@@ -92,15 +100,15 @@ def weights_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     return sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
 
 
-def activation_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int | None:
-    """Bytes that a gated MLP holds at once for each token of a step: four vectors of the hidden size, three of the intermediate
-    size. None where the config does not name them, and for experts, which read some of the tokens each."""
+def activation_bytes(config: PreTrainedConfig, dtype: torch.dtype, tensor_parallel: int = 1) -> int | None:
+    """Bytes that a gated MLP holds at once for each token of a step, over all GPUs: on each four vectors of the hidden size, and three of
+    its part of the intermediate size. None where the config does not name them, and for experts, which read some of the tokens each."""
     text = text_config(config)
     hidden, intermediate = (getattr(text, name, None) for name in ("hidden_size", "intermediate_size"))
     experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     if experts or not isinstance(hidden, int) or not isinstance(intermediate, int):
         return None
-    return (4 * hidden + 3 * intermediate) * dtype.itemsize
+    return (4 * hidden * tensor_parallel + 3 * intermediate) * dtype.itemsize
 
 
 def has_unknown_states(config: PreTrainedConfig) -> bool:
@@ -119,14 +127,16 @@ def has_biased_keys(config: PreTrainedConfig) -> bool:
 
 
 def _shape(config: PreTrainedConfig, itemsize: int, tensor_parallel: int) -> Shape:
-    heads, head_dim = _kv_heads(config), head_dim_of(config)
+    heads, head_dim, latents = _kv_heads(config), head_dim_of(config), channels_of_latents(config)
+    if latents:  # each GPU holds all of them
+        return Shape(1, config.num_attention_heads // tensor_parallel, *latents, 0)
     if not isinstance(heads, int) or head_dim is None:
         raise NotImplementedError(f"planning for {config.model_type}: its config names no KV heads and head_dim; measure cache.nbytes")
     if heads % tensor_parallel:
         wide = [n for n in range(1, heads + 1) if heads % n == 0]
         raise ValueError(f"tensor_parallel={tensor_parallel} does not divide {heads} KV heads: expected one of {wide}")
     query_heads = getattr(config, "num_attention_heads", None) or heads
-    return Shape(heads // tensor_parallel, query_heads // tensor_parallel, head_dim, _state_bytes(config, itemsize))
+    return Shape(heads // tensor_parallel, query_heads // tensor_parallel, head_dim, head_dim, _state_bytes(config, itemsize))
 
 
 def _kv_heads(config: PreTrainedConfig) -> int | None:

@@ -29,12 +29,10 @@ from ..layers.compressed import CompressedLayer
 from .batching import BatchingPlan, Mix, check_mix, plan_batching
 from .layout import cache_bytes
 from .model import Shape, activation_bytes, has_biased_keys, has_unknown_states, model_dtype, shapes, text_config, weights_bytes
+from .prompts import Prompts
 
 FURTHEST = 2**30
 """The number of tokens from which a context counts as unlimited."""
-DOES_NOT_FIT = "Does not fit."
-CHUNK = 4096
-"""The `prefill_chunk_size` that the notes name for longer prompts."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,12 @@ class Plan:
     request: bytes of one request, as `cache.memory()` counts them.
     host: those of them that `offload_pages` keeps in host memory.
     dense: bytes of one request in a DynamicCache.
-    requests: the number of requests that fit into `gpu_memory` beside `weights_memory`; None without `gpu_memory`.
+    activations: bytes that are needed beside the cache while the prompts are read, `prefill_chunk_size` tokens a step; None where they
+        are not known (experts).
+    prefill_chunk_size: the tokens of each request that a step should read; None: all of them.
+    requests: the number of requests that fit into `gpu_memory` beside `weights_memory` and their activations; None without `gpu_memory`.
+        Policies that read a context twice hold one request uncompressed until then.
+    spare: bytes that `batch` requests leave free, negative where they lack; None without `gpu_memory`.
     longest_context: the most tokens that each of `batch` requests can have; None without `gpu_memory`, and if the cache
         stops growing before memory is full (`unbounded`).
     at_most: whether heads share budgets (`AdaKV`), so that the bytes depend on the text; the bytes are then an upper
@@ -63,7 +66,10 @@ class Plan:
     dense: int
     gpu_memory: float | None
     weights_memory: float | None
+    activations: int | None
+    prefill_chunk_size: int | None
     requests: int | None
+    spare: float | None
     longest_context: int | None
     unbounded: bool
     notes: tuple[str, ...]
@@ -102,26 +108,44 @@ class Plan:
         return " + ".join(filter(None, (self.format, self.policy))) or f"dense {self.dtype}"
 
     @property
-    def reason(self) -> str:
-        """The plan in words."""
+    def verdict(self) -> str:
+        """Whether the requests fit, in one sentence; empty without `gpu_memory`."""
+        if self.spare is None:
+            return ""
+        batch = f"{self.batch:,} requests" if self.batch > 1 else "one request"
+        if self.batching is not None:
+            return f"{'Fits' if self.fits else 'Does not fit'}: {batch} of the mix, of which {self.batching.requests:,} would."
+        left = f"{in_words(abs(self.spare) / self.tensor_parallel)}{' on each GPU' * (self.tensor_parallel > 1)}"
+        if self.fits:
+            return f"Fits: {batch}, {left} to spare."
+        return f"Does not fit: {batch}, for which {left} {'are' if self.batch > 1 else 'is'} missing; {self.requests or 'none'} would."
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """The plan in words, without the verdict."""
         takes = "takes at most" if self.at_most else "takes"
         first = f"{self.model}, {self.name}: a request of {self.context:,} tokens {takes} {in_words(self.bytes_per_request)}"
         if self.bytes_per_request > self.dense:
             first += f", {self.bytes_per_request / self.dense:.2f}x more than {in_words(self.dense)} dense"
         elif self.format is not None or self.policy is not None:
             first += f", {self.ratio:.2f}x less than {in_words(self.dense)} dense"
-        words = [] if self.fits else [DOES_NOT_FIT]
-        words.append(first + (f"; {in_words(self.host)} of it in host memory." if self.host else "."))
+        words = [first + (f"; {in_words(self.host)} of it in host memory." if self.host else ".")]
         if self.gpu_memory is not None and self.weights_memory is not None:
             gpus = f"{self.tensor_parallel} x {in_words(self.gpu_memory)}" if self.tensor_parallel > 1 else in_words(self.gpu_memory)
+            beside = f" and {in_words(self.activations)} of activations" if self.activations else ""
             such = "one such request" if self.requests == 1 else f"{self.requests:,} such requests"
-            words.append(f"{gpus} less {in_words(self.weights_memory)} of weights hold {such}")
+            words.append(f"{gpus} less {in_words(self.weights_memory)} of weights{beside} hold {such}")
             each = f"{self.batch} requests of" if self.batch > 1 else "one request of"
             longest = "any length" if self.unbounded else f"up to {self.longest_context:,} tokens"
             words[-1] += f", or {each} {longest}." if self.unbounded or self.longest_context else f", and not {each} a single token."
         if self.batching is not None:
             words.append(self.batching.reason)
-        return " ".join((*words, *self.notes))
+        return *words, *self.notes
+
+    @property
+    def reason(self) -> str:
+        """The plan in words, the verdict first."""
+        return " ".join(filter(None, (self.verdict, *self.sentences)))
 
     def __str__(self) -> str:
         return self.reason
@@ -129,7 +153,7 @@ class Plan:
     def as_json(self) -> dict:
         """Plain values, in bytes and tokens."""
         fields = vars(self) | vars(self.request) | {"batching": self.batching and self.batching.as_json()}
-        derived = ("bytes_per_request", "bytes_per_token", "bytes_per_gpu", "ratio", "fits", "reason")
+        derived = ("bytes_per_request", "bytes_per_token", "bytes_per_gpu", "ratio", "fits", "verdict", "reason")
         return {name: value for name, value in fields.items() if name != "request"} | {name: getattr(self, name) for name in derived}
 
 
@@ -172,7 +196,7 @@ def plan(
             `Plan.batching` then says how many of them run together in pages of 256 tokens in `format` (None:
             transformers' own pages), in the share of the memory that transformers takes by default. Requires
             `gpu_memory`; excludes `policy`, `max_length` and `skip_layers`.
-        gpu_memory: bytes of one GPU for weights and caches. Activations are not counted; `notes` estimates those of a long prompt.
+        gpu_memory: bytes of one GPU for weights, caches, and the activations of prompts, which are read together.
         weights_memory: bytes of the weights over all GPUs; None counts the config's parameters in `dtype`.
         tensor_parallel: GPUs that share the KV heads of each layer evenly.
         dtype: the model's dtype, or its name; None: that of the config, or bfloat16 if it has none.
@@ -185,7 +209,8 @@ def plan(
             cannot be counted or leave no memory.
         TypeError: a `config` that is not a config, a size that is not a number, a `dtype` that is neither a dtype nor a
             name.
-        NotImplementedError: latent attention, an encoder-decoder, unknown layer types; with `requests`, what `continuous_batching` refuses.
+        NotImplementedError: an encoder-decoder, latent attention with an indexer, unknown layer types; with `requests`, what
+            `continuous_batching` refuses.
     """
     if requests is not None:
         requests = check_mix(requests)
@@ -233,18 +258,34 @@ def plan(
 
     cache = made(max_length)
     used = cache.policy if isinstance(cache, CompressedCache) else None
+    twice = used is not None and used.second_reading
+    each = activation_bytes(config, dtype, tensor_parallel)
+
+    def dense(context: int) -> int:
+        return bytes_of(DynamicCache(config=config), context, 1)[0].total()
+
+    def prompts(context: int, rows: int) -> Prompts:
+        return Prompts(min(context, prompt or context), 1 if twice else rows, each)
+
+    def needed(context: int, rows: int, held: float) -> float:
+        """Bytes on all GPUs at the peak of `rows` requests whose cache takes `held`."""
+        filling = max(dense(context) - held / rows, 0) if twice else 0  # the last context is uncompressed until it has been read twice
+        return held + filling + (prompts(context, rows).activations or 0)
+
     sizes, host = bytes_of(cache, context, batch)
     request = Bytes(**{role: size // batch for role, size in sizes.items()})
-    fitting = longest = batching = None
+    read = prompts(context, batch)
+    fitting = longest = batching = spare = None
     if gpu_memory is not None:
         weights_memory = weights_bytes(config, dtype) if weights_memory is None else weights_memory
-        free = _free(gpu_memory, weights_memory, tensor_parallel)
-        fitting = int(free // (request.total - host // batch))
+        free, on_gpu = _free(gpu_memory, weights_memory, tensor_parallel), request.total - host // batch
+        spare = free - needed(context, batch, on_gpu * batch)
 
         def too_long(tokens: int) -> bool:
             sizes, host = bytes_of(made(tokens) if max_length else cache, tokens, batch)
-            return sizes.total() - host > free
+            return needed(tokens, batch, sizes.total() - host) > free
 
+        fitting = bisect_left(range(1, FURTHEST + 1), True, key=lambda rows: needed(context, rows, on_gpu * rows) > free)
         longest = bisect_left(range(1, FURTHEST + 1), True, key=too_long)
         if requests is not None:
             batching = plan_batching(
@@ -261,14 +302,19 @@ def plan(
         batch=batch,
         tensor_parallel=tensor_parallel,
         request=request,
-        dense=bytes_of(DynamicCache(config=config), context, 1)[0].total(),
+        dense=dense(context),
         gpu_memory=gpu_memory,
         weights_memory=None if gpu_memory is None else weights_memory,
+        activations=read.activations,
+        prefill_chunk_size=read.chunk,
         requests=fitting,
+        spare=spare,
         longest_context=None if unbounded else longest,
         unbounded=unbounded,
         notes=(
-            *_notes(config, context, 0 if gpu_memory is None or batching else min(context, prompt or context), batch, dtype),
+            *(() if gpu_memory is None or batching else _of_chunks(read)),
+            *((f"The last context is uncompressed until it has been read twice, {in_words(dense(context))}.",) if twice else ()),
+            *_notes(config, context),
             *((f"The model reads a text anew, and at once, when it passes {limit_of(text):,} tokens.",) if anew else ()),
             *(_int8_keys(cache, layers, tensor_parallel) if isinstance(cache, CompressedCache) and has_biased_keys(config) else ()),
         ),
@@ -330,17 +376,17 @@ def _describe(policy: Any) -> str:
     return f"{policy.name} {' + '.join(filter(None, parts))}"
 
 
-def _notes(config: PreTrainedConfig, context: int, prompt: int, batch: int, dtype: torch.dtype) -> tuple[str, ...]:
-    """`prompt`: the tokens of each request that one step reads; 0 where their activations need not be named."""
+def _of_chunks(read: Prompts) -> Iterator[str]:
+    """How long prompts are read, and what activations do not count."""
+    if read.chunk is not None:
+        at_once = "" if read.at_once is None else f": at once, their activations take {in_words(read.at_once)}"
+        yield f"Read prompts with generate(..., prefill_chunk_size={read.chunk}){at_once}."
+    if read.each is None:
+        yield "The activations of this model are not known, and not counted."
+
+
+def _notes(config: PreTrainedConfig, context: int) -> tuple[str, ...]:
     text, notes = text_config(config), []
-    if prompt > CHUNK:
-        each, whole, parts = activation_bytes(config, dtype), "", ""
-        if each is not None:  # chunks take a third more: they attend to what is stored
-            whole, parts = f", about {in_words(each * prompt * batch)},", f" to some {in_words(1.3 * each * CHUNK * batch)}"
-        notes.append(
-            f"The activations of a prompt that is read at once{whole} are not counted; generate(..., prefill_chunk_size={CHUNK}) "
-            f"bounds them{parts}."
-        )
     trained = getattr(text, "max_position_embeddings", None)
     if trained and context > trained:
         notes.append(f"The config names {trained:,} positions, fewer than the context.")

@@ -60,7 +60,8 @@ def _random(config: PreTrainedConfig, tokens: int, dtype: torch.dtype, device: t
     for i, (layer, shape) in enumerate(zip(cache.layers, shapes(config, dtype.itemsize), strict=True)):
         if not isinstance(layer, DynamicLayer):
             raise NotImplementedError(f"layer {i} of {config.model_type} is a {type(layer).__name__}, which holds no keys and values")
-        layer.update(*(torch.randn(1, shape.heads, tokens, shape.head_dim, dtype=dtype, device=device) for _ in range(2)))
+        dims = shape.head_dim, shape.value_dim
+        layer.update(*(torch.randn(1, shape.heads, tokens, dim, dtype=dtype, device=device) for dim in dims))
     return cache
 
 

@@ -40,7 +40,7 @@ manager, processor = continuous_api.ContinuousBatchingManager, continuous_api.Co
 ATTRIBUTES = {
     manager: "batch_processor input_queue cancel_queue output_router background_thread_status distributed_helper is_tp_driver model "
     "generation_config continuous_batching_config logit_processor num_return_sequences _original_attn_impl _use_prefix_sharing "
-    "_wake_up_loop _request_counter _request_lock",
+    "_request_counter _request_lock _wake_up_loop _generation_thread",
     continuous_api.OutputRouter: "result_handlers _lock",
     processor: "cache scheduler inputs_and_outputs logit_processor do_sample model_runner",
     Scheduler: "waiting_requests active_requests starved_requests block_new_requests",

@@ -235,14 +235,13 @@ def test_the_same_request_id_does_not_mix_answers(server):
         assert list(threads.map(ask, prompts)) == alone
 
 
-def test_other_models_are_not_loaded(server):
-    status, answer = send(server, "/load_model", {"model": "other/model"})
-    assert (status, answer[0]["status"]) == (200, "error") and "pinned" in answer[0]["message"]
-
-
-def test_paths_that_call_the_model_themselves_are_not_served(server):
-    status, answer = send(server, "/v1/systemone", {"state": "A", "questions": {"a": {"type": "noul"}}})
-    assert (status, answer["error"]["message"]) == (404, "/v1/systemone is not served with continuous batching")
+@pytest.mark.parametrize("path", ["/reset", "/load_model", "/v1/systemone", "/v1/audio/transcriptions", "/docs", "/openapi.json", "/redoc"])
+def test_other_paths_are_not_served(server, path):
+    before = server.observed.outcomes["refused"]
+    for body in (None, {"model": "demo"}):
+        status, answer = send(server, path, body)
+        assert (status, answer["error"]["type"]) == (404, "invalid_request_error")
+    assert server.observed.outcomes["refused"] == before + 2
 
 
 def leave(server, tokens: int = 900) -> None:
@@ -315,7 +314,7 @@ def test_a_dead_thread_ends_the_server_with_an_error(ending, monkeypatch):
     server, raised = ending
     monkeypatch.setattr(server._model, "forward", lambda **_: 1 / 0)
     status, answer = send(server, COMPLETIONS, {"prompt": PROMPT, "max_tokens": 2})
-    assert status in (500, 503) and "division by zero" in answer["error"]["message"]
+    assert status in (500, 503) and "division" not in answer["error"]["message"]
     assert until(lambda: bool(raised)) and "has died" in str(raised[0])
 
 

@@ -1,7 +1,6 @@
 """`qkvcache serve` with the `openai` package as client, on the embedded model: what users type, and what they do to a server."""
 
 import functools
-import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -159,17 +158,6 @@ def test_the_served_model_is_listed(server, folder):
     assert [(model.id, model.status["value"]) for model in client(server).models.list()] == [(folder, "loaded")]
 
 
-def test_a_reset_server_serves_compressed_pages_again(server, folder):
-    (prompt,) = prompts(1)
-    expected, before = complete(server, folder, prompt), server.batching
-    threads = threading.active_count()
-    urllib.request.urlopen(urllib.request.Request(f"{address(server)}/reset", method="POST")).close()
-    assert server.metrics() is None
-    assert complete(server, folder, prompt) == expected
-    assert server.batching is not before and server.metrics().tokens_generated == 6
-    assert until(lambda: threading.active_count() <= threads)  # the thread that served the model of before has ended
-
-
 # The command.
 
 
@@ -221,6 +209,10 @@ def test_without_continuous_batching_generate_gets_the_cache(monkeypatch):
         (["demo", "--store", "folder", "--store-bytes", "many"], "'many': expected a size such as 80GB"),
         (["demo", "--store", __file__], "test_server.py' cannot be used"),
         (["demo", "--store", "folder", "--no-continuous-batching"], "without continuous batching"),
+        (["demo", "--host", "0.0.0.0"], "pass --api-key, or set QKVCACHE_API_KEY"),
+        (["demo", "--api-key", "a b"], "an API key has printable ASCII"),
+        (["demo", "--max-n", "200"], "Limits(max_waiting=512"),
+        (["demo", "--max-body-bytes", "many"], "'many': expected a size"),
         (["demo", "--device", "cuda:99"], "device='cuda:99' is not on this machine"),
     ],
 )

@@ -16,7 +16,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("openai")
 
 from transformers.cli.serve import Serve  # noqa: E402
-from transformers.cli.serving import server  # noqa: E402
+from transformers.cli.serving import server, utils  # noqa: E402
 from transformers.cli.serving.model_manager import ModelManager  # noqa: E402
 from transformers.cli.serving.utils import BaseHandler, CBGenerateManager, GenerateManager, GenerationState  # noqa: E402
 
@@ -39,14 +39,24 @@ def test_the_constructor_starts_the_server_last():
 
 def test_the_server_asks_the_instance_of_the_model_manager():
     source = inspect.getsource(server)
-    for call in ("model_manager.shutdown()", "model_manager.list_models()", "model_manager.load_model_streaming("):
+    for call in ("model_manager.shutdown()", "model_manager.list_models()"):
         assert call in source
     assert "self.model_manager.load_model_and_processor(" in inspect.getsource(BaseHandler._resolve_model)
-    assert "self.load_model_and_processor" in inspect.getsource(ModelManager.load_model_streaming)
     listed = inspect.getsource(ModelManager.list_models)
     assert "if self.force_model is not None:" in listed and "self.process_model_name(" in listed
     assert parameters(ModelManager.load_model_and_processor)[:2] == ["self", "model_id_and_revision"]
     assert ModelManager.process_model_name("demo") == "demo@main" and ModelManager.process_model_name("demo@v2") == "demo@v2"
+
+
+def test_handlers_make_and_parse_prompts_by_their_processor():
+    """The prompt's maker ends a first call of a handler, before it has done anything else (`batching/prompts.py`)."""
+    calls = {"chat_completion.ChatCompletion": "processor.apply_chat_template(", "response.Response": "processor.apply_chat_template("}
+    for name, call in (calls | {"completion.Completion": "tokenizer(prompt, "}).items():
+        source = inspect.getsource(resolve_name(f"transformers.cli.serving.{name}Handler").handle_request)
+        assert source.count(call) == 1 and source.index(call) < source.index("self._build_generation_config(") < source.index("_streaming(")
+    assert "return tokenizer.decode(input_ids)" in inspect.getsource(utils._decode_prefix)
+    parsed = inspect.getsource(utils.parse_assistant_message)
+    assert "tokenizer.parse_response(" in parsed and "prefix=_decode_prefix(tokenizer, input_ids), tools=tools" in parsed
 
 
 def test_the_state_of_generation_can_be_shut_down():

@@ -71,8 +71,11 @@ def test_boundary_layers_are_exact():
     ("cache", "says"),
     [
         (TurboQuantCache(CONFIG, skip_layers=[-1]), "layers=3 of 4 compressed, tokens=0"),
-        (SinkCache(CONFIG), "layers=0 of 4 compressed, 4 evicting, tokens=0"),
-        (H2OCache(CONFIG, format="fp8", skip_layers=(0,)), "layers=3 of 4 compressed, 3 evicting, tokens=0"),
+        (
+            SinkCache(CONFIG),
+            "policy=SinkWindow(window_length=1020, positions=cache), num_sink_tokens=4, residual_length=64, layers=4 of 4 evicting",
+        ),
+        (H2OCache(CONFIG, format="fp8", skip_layers=(0,)), "layers=3 of 4 compressed, 3 of 4 evicting, tokens=0"),
         (CompressedCache(CONFIG, format="identity"), "layers=0 of 4 compressed, tokens=0"),
     ],
     ids=["a format", "a policy", "both", "neither"],

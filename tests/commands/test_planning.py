@@ -29,11 +29,22 @@ def test_plan_lists_six_rows_of_80_columns_or_every_format():
         assert row == json.loads(json.dumps(expected.as_json()))
     arguments = ("plan", "demo", "--context", "900000", "--gpu-memory", "800TB", "--weights-memory", "24MB")
     lines = CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1"}).invoke(app, arguments).stdout.splitlines()
-    table = lines[3:9]
-    assert [line.split()[0] for line in table] == ["dense", *RECOMMENDED] and "What fits into 1 x 800,000 GB" in lines[9]
+    assert lines[0] == "Fits: every cache, for one request."
+    table = lines[4:10]
+    assert [line.split()[0] for line in table] == ["dense", *RECOMMENDED] and "What fits into 1 x 800,000 GB" in lines[10]
     assert [len(line.split()) for line in table] == [7, 6, 6, 6, 6, 6] and max(map(len, lines)) <= 80 and "…" not in "".join(lines)
     tight = run("plan", "demo", "--context", "4000", "--batch", "60", *MEMORY).stdout
-    assert tight.startswith("Does not fit: dense bfloat16: too large for 60 requests.")
+    assert tight.startswith("Fits: int8, turboquant_k8v4, ") and "dense" not in tight.splitlines()[0]
+    assert run("plan", "demo", "--context", "4000", "--batch", "9000", *MEMORY).stdout.startswith(
+        "Does not fit: no cache holds 9,000 requests."
+    )
+
+
+def test_several_gpus_are_one_word():
+    several, apart = (run("plan", "demo", "--context", "4000", *words, "--json").stdout for words in (
+        ("--gpu-memory", "2x1GB"), ("--gpu-memory", "1GB", "--tensor-parallel", "2"),
+    ))  # fmt: skip
+    assert several == apart and json.loads(several)[0]["tensor_parallel"] == 2
 
 
 def test_plan_of_one_format_says_where_the_bytes_are(tmp_path):
@@ -59,10 +70,10 @@ def test_recommend():
     expected = recommend(CONFIG, context=40_000, workload="continue")
     assert found["call"] == expected.call and found["plan"]["bytes_per_request"] == expected.plan.bytes_per_request
     text = run("recommend", "demo", "--context", "40000", "--chat").stdout
-    for part in ("TurboQuantCache(config", "PrefixStore"):
+    for part in ("    TurboQuantCache(config)\n", "- Keep one cache over the turns, and share what all chats begin with in a PrefixStore."):
         assert part in text, part
-    tight = run("recommend", "demo", "--context", "40000", "--batch", "9999", *MEMORY).stdout
-    assert tight.strip().startswith("does not fit") and tight.index("Does not fit: even") < tight.index("cache  ")
+    assert run("recommend", "demo", "--context", "40000", *MEMORY).stdout.startswith("Fits: one request, ")
+    assert run("recommend", "demo", "--context", "40000", "--batch", "9999", *MEMORY).stdout.startswith("Does not fit: 9,999 requests, ")
 
 
 @pytest.mark.parametrize(
@@ -79,6 +90,8 @@ def test_recommend():
         (("plan", "demo", "--context", "10", "--format", "int8", "--max-length", "9"), "does not fit in max_length=9"),
         (("plan", "demo", "--context", "10", "--gpu-memory", "much"), "'much': expected a size such as 80GB"),
         (("plan", "demo", "--context", "10", "--gpu-memory", "1KB"), "leaves nothing"),
+        (("plan", "demo", "--context", "10", "--gpu-memory", "8x80GB", "--tensor-parallel", "4"), "one number of GPUs"),
+        (("plan", "demo", "--context", "10", "--gpu-memory", "8x80XB"), "'80XB': expected a size"),
         (("plan", "demo", "--context", "10", "--tensor-parallel", "3"), "KV heads"),
         (("plan", "demo", "--context", "10", "--dtype", "int8"), "bfloat16, float16, float32"),
         (("plan", "demo", "--context", "10", "--policy", "h20"), "did you mean 'h2o'?"),

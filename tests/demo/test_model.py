@@ -7,7 +7,6 @@ import torch
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, demo
-from qkvcache.demo.show import ask_later
 from qkvcache.evaluation.quality import Passages, RecallSet, at_once, divergence, recall
 from qkvcache.evaluation.recall import recall_case
 from qkvcache.policies import SnapKV
@@ -64,13 +63,13 @@ def test_recall_survives_compression(loaded, format):
 
 def test_a_fact_asked_for_later_is_found_by_a_budget_alone(loaded):
     model, tokenizer, ids = loaded
-    case = recall_case(random.Random(0), tokenizer.decode(ids[:800]), 0.4, distractors=3)
+    cases = RecallSet.make(model, tokenizer, ids, 800, 2)
 
-    def answer(**options) -> str:
-        return ask_later(model, tokenizer, case, CompressedCache(model.config, format="turboquant_4bit_nc", **options))
+    def recalled(**options) -> float:
+        return recall(model, tokenizer, cases, lambda: CompressedCache(model.config, format="turboquant_4bit_nc", **options))
 
-    assert answer(attention_budget=64) == case.answer
-    assert answer(policy=SnapKV(budget=64)) != case.answer
+    assert recalled(attention_budget=64) == 1
+    assert recalled(policy=SnapKV(budget=64)) == 0
 
 
 def kl(loaded, passages, **options) -> float:

@@ -5,6 +5,9 @@ import importlib
 import pytest
 from harness import read_rows
 
+from qkvcache import demo, policies
+from qkvcache.formats import REGISTRY
+
 
 @pytest.fixture
 def study():
@@ -64,6 +67,41 @@ def test_nothing_is_measured_without_time_and_older_rows_stay(study, tmp_path):
     assert read_rows(file) == [{"what": "quality_demo"}]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "formats", "evicting"),
+    [
+        ("--formats int8,fp8", ["int8", "fp8"], []),
+        ("--policies keydiff", [], ["keydiff"]),
+        ("--formats int8 --policies keydiff", ["int8"], ["keydiff"]),
+        ("--context 600", None, None),
+        ("--formats", [], None),
+        ("--policies", None, []),
+    ],
+)
+def test_what_was_asked_for_is_measured(study, arguments, formats, evicting, monkeypatch):
+    quality = study[0]
+    seen = []
+
+    def measure(parser, args, *others):
+        assert quality._refused(args) is None  # every budget is large enough
+        seen.extend(row for row, _ in quality.caches(demo.load()[0].config, args))
+        raise SystemExit
+
+    monkeypatch.setattr(quality, "stored_or_measured", measure)
+    with pytest.raises(SystemExit):
+        quality.main(arguments.split())
+    plain, evicted = (
+        {row[what] for row in seen if bool(row["policy"]) is kind} - {None} for what, kind in (("format", False), ("policy", True))
+    )
+    assert plain == set(REGISTRY if formats is None else formats)
+    assert evicted == set(policies.REGISTRY if evicting is None else evicting)
+
+
+def test_few_facts_are_said_to_decide_nothing(study):
+    pictures = study[1]
+    assert "16 facts decide nothing: a share of them has an error of up to 12 %" in pictures.too_few(16) and not pictures.too_few(96)
+
+
 def test_digits_that_the_error_does_not_bear_are_left_out():
     bars = importlib.import_module("error_bars")
     assert bars.with_error(0.0085234, 0.00041) == ".0085 ± .0004"
@@ -85,7 +123,7 @@ REFUSED = [
     ("--budgets 0.2 0", "--budgets: 0: must be a share"),
     ("--budgets 1.5", "--budgets: 1.5: must be a share"),
     ("--budgets nan", "--budgets: nan: must be a share"),
-    ("--budgets 0.001", "--budgets: 0.001 of 2000 tokens is too little for"),
+    ("--budgets 0.001 --policies snapkv", "--budgets: 0.001 of 2000 tokens is too little for"),
     ("--text nowhere.txt", "--text: 'nowhere.txt' is no file"),
     ("--model ./nowhere", "--model: './nowhere' does not exist"),
     ("--model /nowhere/at/all", "--model: '/nowhere/at/all' does not exist"),

@@ -44,19 +44,34 @@ ASKED = "What is the code word of Anna? The code word of Anna is"
 
 
 def test_a_chat_about_a_document(capsys, document):
-    options = ["--model", "demo", "--document", str(document), "--new-tokens", "6", "--dtype", "float32", "--compare"]
+    options = ["--model", "demo", "--document", str(document), "--new-tokens", "6", "--dtype", "float32"]
     first, second = load("chat").main([*options, "--questions", ASKED, ASKED])
     assert first.answer.startswith("dilzon.") and second.answer.startswith("dilzon.")
     assert first.read < 30 and second.read == first.read + 1  # its own tokens, and the last one of the answer before
     printed = capsys.readouterr().out
-    assert printed.count("dense: the same words") == 2 and "bf16 takes" in printed and "codes 0.0" not in printed
+    assert printed.count("uncompressed: the same words") == 2 and "bf16 takes" in printed and "codes 0.0" not in printed
+
+
+def test_an_answer_ends_with_a_sentence_or_a_circle():
+    tokenizer = demo.load()[1]
+    complete = load("chat").Complete(tokenizer, 3, 40)
+
+    def ends(answer: str) -> bool:
+        ids = torch.tensor([[1, 1, 1, *tokenizer(answer, add_special_tokens=False)["input_ids"]]])
+        return bool(complete(ids, None)[0])
+
+    sentence = "It is said that the name of the old lighthouse on the cliff is Kestrel Point, and that"
+    assert not ends("It is. ") and not ends(sentence)  # too short, and not over
+    assert ends(f"{sentence} it is old.") and ends(
+        "a password that is used to read a thing and " * 2 + "a password that is used to read a thing"
+    )
 
 
 def test_a_chat_with_a_policy_in_preallocated_storage(capsys, document):
     options = ["--model", "demo", "--document", str(document), "--new-tokens", "2", "--policy", "sink_window", "--max-length", "1000"]
-    load("chat").main([*options, "--budget", "100", "--format", "identity", "--questions", "Who?", "/reset", "/cache"])
+    load("chat").main([*options, "--budget", "100", "--format", "identity", "--questions", "Who?", "/reset", "/cache", "--no-compare"])
     printed = capsys.readouterr().out
-    assert "104 of them kept" in printed and "CompressedCache(format=identity" in printed
+    assert "104 of them kept" in printed and "uncompressed:" not in printed and "CompressedCache(format=identity" in printed
 
 
 def test_a_chat_whose_policy_reads_the_document_twice(capsys, document):

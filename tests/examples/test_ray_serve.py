@@ -1,6 +1,7 @@
 """`examples/ray_serve` on two local replicas of the embedded model, and the manifest for Kubernetes."""
 
 import json
+import re
 import socket
 import urllib.error
 import urllib.request
@@ -133,18 +134,27 @@ def test_the_turns_of_a_conversation_have_one_name():
     system, user, more = {"role": "system", "content": "S"}, {"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}
     assert name(messages=[system, user]) == name(messages=[system, user, more, user], max_tokens=3) != name(messages=[system, more, user])
     assert name(prompt=300 * "x") == name(prompt=400 * "x") != name(prompt=300 * "y")
-    assert conversation(b"{") == conversation(b"[]") == name(messages=[system]) == name(messages=3) == ""
+    assert conversation(b"{") == conversation(b"[" * 100_000) == conversation(b"[]") == name(messages=[system]) == name(messages=3) == ""
 
 
 def test_the_manifest_for_kubernetes():
-    """The server takes its arguments and has the paths of its probes; a pod has the time to stop."""
+    """The server takes its arguments and has the paths of its probes; a pod has a key, and the time to stop. The image starts the same."""
     yaml = pytest.importorskip("yaml")
     pytest.importorskip("uvicorn")
+    from qkvcache.batching.server import LAST_STEP
+
     manifests = {found["kind"]: found for found in yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())}
     pod = manifests["Deployment"]["spec"]["template"]
     (container,) = pod["spec"]["containers"]
     context = typer.main.get_command(batching.app).make_context("qkvcache serve", [*container["command"][2:], *container["args"]])
-    assert batching.stock_options(context.args)["port"] == int(pod["metadata"]["annotations"]["prometheus.io/port"])
-    assert {container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")} == {"/health"}
-    stops = int(container["lifecycle"]["preStop"]["exec"]["command"][1]) + context.params["grace_seconds"]
+    assert batching.stock_options(context.args)["port"] == container["ports"][0]["containerPort"]
+    probes = [container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")]
+    assert {probe["httpGet"]["path"] for probe in probes} == {"/health"} and all(probe["timeoutSeconds"] >= 5 for probe in probes)
+    (key,) = container["env"]
+    assert key["name"] == "QKVCACHE_API_KEY" and key["valueFrom"]["secretKeyRef"]
+    stops = int(container["lifecycle"]["preStop"]["exec"]["command"][1]) + context.params["grace_seconds"] + LAST_STEP
     assert stops < pod["spec"]["terminationGracePeriodSeconds"]
+    image = (EXAMPLES / "Dockerfile").read_text()
+    assert f"ENTRYPOINT {json.dumps(container['command'])}" in image
+    for path in re.findall(r"^COPY (.*) \S+$", image, re.MULTILINE):
+        assert all((EXAMPLES.parent / name).exists() for name in path.split())

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import StaticCache
+import transformers as hf
 
 from qkvcache import CompressedCache, policies
 from qkvcache.caches.memory import bytes_by_role
@@ -74,6 +74,14 @@ def test_models(name):
     """Layers that slide, that are linear, that share keys; head_dims that differ by layer; other names in the config."""
     for options in ({"format": FORMATS["int8_token"], "residual_length": 8}, {"format": "nvfp4", "policy": policies.KeyDiff(budget=20)}):
         check(read(name, 60, 2, **options), name, 60, 2, **options)
+
+
+def test_latents():
+    """One for all heads, on each GPU. A rotated key takes 8 bits."""
+    for format in ("int8", "turboquant_4bit_nc"):
+        check(read("deepseek_v3", 150, 2, format=format), "deepseek_v3", 150, 2, format=format)
+    assert plan(hf.DeepseekV3Config(), context=1000, dtype="bfloat16").bytes_per_token == 61 * 2 * (512 + 64)
+    assert plan(hf.DeepseekV3Config(), context=1000, tensor_parallel=8).dense == 8 * plan(hf.DeepseekV3Config(), context=1000).dense
 
 
 IN_LAYERS = [
@@ -268,7 +276,7 @@ def test_preallocated_caches_in_models(name):
 
 def test_a_static_cache_of_transformers():
     config = MODELS["gemma3"]()
-    cache = StaticCache(config, 300)
+    cache = hf.StaticCache(config, 300)
     with torch.inference_mode():
         model("gemma3")(input_ids=torch.randint(3, 99, (1, 20)), **passing(cache))
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

@@ -33,11 +33,14 @@ def test_without_format_and_policy_it_is_a_dynamic_cache():
 def test_requests_and_longest_context_are_the_most_that_fit():
     memory = {"gpu_memory": 1e6, "weights_memory": 0.2e6}
     found = plan(LLAMA, format="int4", context=300, batch=3, **memory)
-    assert found.requests == int(0.8e6 // found.bytes_per_request)
+    for requests, fits in ((found.requests, True), (found.requests + 1, False)):
+        of = plan(LLAMA, format="int4", context=300, batch=requests, **memory)
+        assert of.fits is fits and (of.spare >= 0) is fits
+        assert of.spare == 0.8e6 - requests * of.bytes_per_request - of.activations
     longest = found.longest_context
     fits = plan(LLAMA, format="int4", context=longest, batch=3, **memory)
     assert fits.fits and not plan(LLAMA, format="int4", context=longest + 1, batch=3, **memory).fits
-    assert fits.bytes_per_gpu == 3 * fits.bytes_per_request <= 0.8e6
+    assert fits.bytes_per_gpu == 3 * fits.bytes_per_request <= 0.8e6 - fits.activations
 
 
 @pytest.mark.parametrize("max_length", [None, 20_000])
@@ -47,7 +50,7 @@ def test_pages_in_host_memory_leave_room_on_the_gpu(max_length):
     heads = 3 * 2
     found = plan(LLAMA, **options, attention_budget=1024, offload_pages=True)
     assert found.host / heads == pytest.approx((20_000 - 69) * 38, rel=0.01) and "in host memory" in str(found)
-    assert found.requests == int(1e9 // found.bytes_per_gpu)
+    assert found.spare == 1e9 - found.bytes_per_gpu - found.activations
     beside = 2 * 1024 * 38 + 2 * 69 * 64  # slots, and the exact tokens in bfloat16
     assert found.bytes_per_gpu / heads == pytest.approx(20_000 * 10 + beside, rel=0.05)
     assert plan(LLAMA, **options).host == 0
@@ -56,13 +59,13 @@ def test_pages_in_host_memory_leave_room_on_the_gpu(max_length):
 
 
 def test_what_stops_growing_has_no_longest_context():
-    memory = {"gpu_memory": 1e6, "weights_memory": 0}
+    memory = {"gpu_memory": 1e7, "weights_memory": 0}
     found = plan(LLAMA, policy=policies.SinkWindow(window_length=100), context=5000, **memory)
     assert found.unbounded and found.longest_context is None and "any length" in str(found)
-    tiny = plan(LLAMA, format="int8", context=200, batch=10, **memory)
-    assert tiny.longest_context == 4 + 64 + 1 + 64 and not tiny.fits  # exact tokens, and a page of the others
-    assert plan(LLAMA, format="int8", context=10, batch=1000, **memory).longest_context == 0
-    assert plan(LLAMA, context=10, batch=10_000, **memory).longest_context == 0
+    tiny = plan(LLAMA, format="int8", context=900, batch=10, **memory)
+    assert not plan(LLAMA, format="int8", context=tiny.longest_context + 1, batch=10, **memory).fits
+    assert plan(LLAMA, format="int8", context=10, batch=10_000, **memory).longest_context == 0
+    assert plan(LLAMA, context=10, batch=100_000, **memory).longest_context == 0
 
 
 def test_tensor_parallel_ranks_hold_their_heads():
@@ -75,8 +78,8 @@ def test_tensor_parallel_ranks_hold_their_heads():
     shared = formats.Int8(scale="token", center=False)
     whole, halves = (plan(LLAMA, format=shared, context=500, tensor_parallel=n) for n in (1, 2))
     assert halves.request.scales == 2 * whole.request.scales and halves.request.codes == whole.request.codes
-    two = plan(LLAMA, context=500, tensor_parallel=2, gpu_memory=1e6, weights_memory=1e6)
-    assert two.requests == int(1e6 // two.bytes_per_request)
+    one, two = (plan(LLAMA, context=500, tensor_parallel=n, gpu_memory=2e6 / n, weights_memory=1e6) for n in (1, 2))
+    assert two.activations > one.activations and two.spare == one.spare - (two.activations - one.activations)
 
 
 def test_weights_are_counted_without_loading_them():
@@ -106,13 +109,17 @@ def test_words():
     found = plan(LLAMA, format="int8", policy=policies.H2O(budget=0.25), context=600, gpu_memory=80e9, batch=2)
     for part in ("llama, int8 + H2O 25%", "600 tokens", "80.0 GB", "2 requests of up to", "512 positions"):
         assert part in str(found), part
+    assert str(found).startswith("Fits: 2 requests, 80.0 GB to spare. llama")
+    assert str(plan(LLAMA, context=600, gpu_memory=2e9, tensor_parallel=2)).startswith("Fits: one request, 2.0 GB on each GPU to spare.")
     assert json.loads(json.dumps(found.as_json()))["bytes_per_request"] == found.bytes_per_request
     larger = plan(LLAMA, format="int8", policy=policies.H2O(budget=1024), context=60)
     assert larger.ratio < 1 and f"{1 / larger.ratio:.2f}x more than 46.1 kB dense" in str(larger)
     assert "9.00x more than" in str(plan(LLAMA, context=100, max_length=900))
     assert not plan(MODELS["qwen3_next"](), context=10).notes
     tight = plan(LLAMA, format="int8", context=5000, gpu_memory=1e6, weights_memory=0, batch=2)
-    assert not tight.fits and str(tight).startswith("Does not fit. llama, int8:")
+    assert not tight.fits and str(tight).startswith(
+        f"Does not fit: 2 requests, for which {in_words(-tight.spare)} are missing; none would."
+    )
 
 
 def test_activations_of_a_prompt_are_what_it_allocates():
@@ -128,14 +135,23 @@ def test_activations_of_a_prompt_are_what_it_allocates():
     each = activation_bytes(config, torch.bfloat16)
     measured = (peak.most - plan(config, context=tokens, dtype="bfloat16").dense) / tokens
     assert 0.8 * measured < each < 1.1 * measured
-    notes = plan(config, format="int8", context=10_000, batch=2, gpu_memory=1e9, dtype="bfloat16").notes[0]
-    assert (
-        f"about {in_words(each * 20_000)}" in notes
-        and f"prefill_chunk_size=4096) bounds them to some {in_words(1.3 * each * 8192)}" in notes
-    )
-    assert "about" not in "".join(plan(hf.MixtralConfig(num_hidden_layers=2), context=10_000, gpu_memory=1e9, weights_memory=0).notes)
+    found = plan(config, format="int8", context=10_000, batch=2, gpu_memory=1e9, dtype="bfloat16")
+    assert found.activations == int(1.3 * 4096 * each) and found.prefill_chunk_size == 2048
+    assert f"prefill_chunk_size=2048): at once, their activations take {in_words(each * 20_000)}." in found.notes[0]
     for options in ({"prompt": 4000}, {"gpu_memory": None}, {"context": 4096}):
-        assert "activations" not in str(plan(config, **{"context": 10_000, "gpu_memory": 1e9} | options))
+        assert "prefill_chunk_size" not in str(plan(config, **{"context": 10_000, "gpu_memory": 1e9} | options))
+    many = plan(config, context=10_000, batch=1000)
+    assert many.prefill_chunk_size == 64 and many.activations == int(1.3 * 64_000 * each)
+    unknown = plan(hf.MixtralConfig(num_hidden_layers=2), context=10_000, gpu_memory=1e9, weights_memory=0)
+    assert unknown.activations is None and "not known, and not counted" in str(unknown)
+
+
+def test_activations_are_part_of_what_must_fit():
+    """As the caches and the weights."""
+    options = {"format": "int8", "context": 30_000, "batch": 3, "weights_memory": 0}
+    found = plan(LLAMA, **options)
+    all_of_it = found.bytes_per_gpu + found.activations
+    assert plan(LLAMA, **options, gpu_memory=all_of_it).fits and not plan(LLAMA, **options, gpu_memory=all_of_it - 1).fits
 
 
 class Peak(TorchDispatchMode):
@@ -208,8 +224,10 @@ def test_wrong_input_is_explained(options, error, says):
 
 
 def test_what_a_config_does_not_tell_is_refused():
-    with pytest.raises(NotImplementedError, match="latent attention"):
-        plan(MODELS["deepseek_v3"](), context=10)
+    indexed = MODELS["deepseek_v3"]()
+    indexed.index_head_dim = 128
+    with pytest.raises(NotImplementedError, match="keys of an indexer"):
+        plan(indexed, context=10)
     with pytest.raises(TypeError, match="model.config"):
         plan("llama", context=10)
     with pytest.raises(NotImplementedError, match="encoder"):
@@ -227,12 +245,12 @@ def test_what_a_config_does_not_tell_is_refused():
 def test_max_length_is_taken_at_once_and_the_longest_fits():
     memory = {"gpu_memory": 1e6, "weights_memory": 0.2e6}
     short, long = (plan(LLAMA, format="int4", context=context, max_length=900, **memory) for context in (10, 900))
-    assert short.request == long.request and short.requests == long.requests and short.ratio < long.ratio
+    assert short.request == long.request and short.ratio < long.ratio
     longest = short.longest_context
-    assert plan(LLAMA, format="int4", context=1, max_length=longest, **memory).fits
-    assert not plan(LLAMA, format="int4", context=1, max_length=longest + 1, **memory).fits
+    assert plan(LLAMA, format="int4", context=longest, max_length=longest, **memory).fits
+    assert not plan(LLAMA, format="int4", context=longest + 1, max_length=longest + 1, **memory).fits
     assert plan(LLAMA, context=10, max_length=900).bytes_per_request == 900 * TOKEN
-    evicting = plan(LLAMA, policy=policies.Knorm(budget=50), context=10, max_length=900, **memory)
+    evicting = plan(LLAMA, policy=policies.Knorm(budget=50), context=10, max_length=900, gpu_memory=1e9)
     assert evicting.unbounded and evicting.request == plan(LLAMA, policy=policies.Knorm(budget=50), context=10, max_length=100).request
     with pytest.raises(ValueError, match="context=901 does not fit in max_length=900"):
         plan(LLAMA, format="int4", context=901, max_length=900)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import warnings
 
 import datasets
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -12,6 +13,8 @@ from qkvcache import models
 from qkvcache.evaluation import long_context
 
 DEFAULTS = {"context_tokens": 2000, "number": 20, "seed": 0}
+FEW = 20
+"""Cases of a task below which a share of them has an error of more than 11 points."""
 
 
 @functools.cache
@@ -28,6 +31,10 @@ def rows(task: str, *, tokenizer=None, pretrained=None, **options) -> dict[str, 
         if meant := difflib.get_close_matches(name, DEFAULTS, n=1, cutoff=0.8):
             raise ValueError(f"--metadata has {name!r}: did you mean {meant[0]!r}?")
     size = {name: _whole(name, options.get(name, value)) for name, value in DEFAULTS.items()}
+    if size["number"] < FEW:
+        warnings.warn(
+            f"number={size['number']}: so few cases of {task} decide nothing; give --metadata a number of 50 or more", stacklevel=2
+        )
     drawn = long_context.cases(task, _tokenizer(of) if isinstance(of, str) else of, size["context_tokens"], size["number"], size["seed"])
     return {"test": datasets.Dataset.from_list([{"input": case.prompt, "outputs": list(case.answers)} for case in drawn])}
 

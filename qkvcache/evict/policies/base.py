@@ -9,7 +9,7 @@ tokens of a row that are not padding, so that padding changes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -175,6 +175,13 @@ class Policy:
     @property
     def name(self) -> str:
         return type(self).__name__
+
+    def __str__(self) -> str:
+        """The policy with its size, and the options that are not their defaults."""
+        options = {option.name: (getattr(self, option.name), option.default) for option in fields(self) if option.init and option.repr}
+        sizes = {"budget": "by layer" if len(set(self.budgets)) > 1 else str(self.budgets[0]), "window_length": None}
+        shown = (f"{name}={sizes.get(name) or value}" for name, (value, default) in options.items() if name in sizes or value != default)
+        return f"{self.name}({', '.join(shown)})"
 
     @property
     def budgets(self) -> tuple[Budget, ...]:

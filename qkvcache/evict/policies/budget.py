@@ -34,6 +34,11 @@ class Budget:
         """The number of tokens that may be held when `seen` have been seen; a tensor for a tensor."""
         return self.tokens if not self.share and isinstance(seen, int) else self.tokens + share_of(self.share, seen)
 
+    def __str__(self) -> str:
+        """The option in short: `256`, `0.25`, `516 + 0.2`, and "by head" if heads differ."""
+        sizes = " + ".join(str(size) for size in (self.tokens, self.share) if size)
+        return f"{sizes} by head" if self.heads else sizes
+
 
 ONE = 2**32
 """1.0 in the fixed-point format of shares."""
@@ -66,7 +71,7 @@ def _budget_of(budget: int | float | Budget) -> Budget:
     if isinstance(budget, Budget):
         check_count("Budget.tokens", budget.tokens, 0)
         if not 0 <= budget.share <= 1 or not (budget.tokens or budget.share):
-            raise ValueError(f"{budget}: share must be from 0 to 1, and one of the two above 0")
+            raise ValueError(f"{budget!r}: share must be from 0 to 1, and one of the two above 0")
         if budget.heads and not (all(0 <= part < math.inf for part in budget.heads) and sum(budget.heads) > 0):
             raise ValueError(f"Budget.heads={budget.heads}: parts must be 0 or more, and one of them above 0")
         return budget

@@ -127,12 +127,31 @@ def test_two_caches_cannot_be_attached():
         pass
 
 
-@pytest.mark.parametrize("wrong", [None, "int8", DynamicCache()])
-def test_what_is_no_factory_is_refused(wrong):
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        (None, TypeError, "NoneType"),
+        ("int9", ValueError, "'int9' is unknown"),
+        (DynamicCache(), TypeError, "such as DynamicCache or 'turboquant_4bit_nc': one DynamicCache cannot serve two calls"),
+    ],
+)
+def test_what_makes_no_cache_is_refused(wrong, error, says):
     network = model("llama")
-    with pytest.raises(TypeError, match=f"needs a factory.*got {type(wrong).__name__}"):
+    with pytest.raises(error, match=says):
         attach(network, wrong)
     assert "_prepare_cache_for_generation" not in vars(network)
+
+
+def test_a_format_is_attached_and_the_cache_is_seen():
+    network = model("llama")
+    attachment = attach(network, "int8")
+    try:
+        assert attachment.last is None
+        held = generate(network)[CACHE_ARGUMENT]
+        assert isinstance(held, CompressedCache) and held.format.name == "int8"
+        assert attachment.last == repr(held) and "tokens=17" in attachment.last
+    finally:
+        attachment.detach()
 
 
 @pytest.mark.parametrize("call", [lambda x: attach(x, TurboQuantCache), detach], ids=["attach", "detach"])

@@ -6,13 +6,17 @@ import copy
 import inspect
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 
+from .. import formats
+from ..attention import continued
+from ..attention.compressed_kv import warn_once
+from ..formats import FormatLike
 from ..releases import CACHE_ARGUMENT, INSTALLED, LAST_TESTED
-from . import continued
-from .compressed_kv import warn_once
+from .base import CompressedCache
 
 if TYPE_CHECKING:
     from transformers import Pipeline, PreTrainedModel  # these import every kind of input, and all that models need
@@ -21,7 +25,8 @@ _PREPARE, _UPDATE = _METHODS = "_prepare_cache_for_generation", "_update_model_k
 
 
 class Attachment:
-    """The result of `attach`. `detach()`, or leaving it as a context manager, undoes it.
+    """The result of `attach`. `detach()`, or leaving it as a context manager, undoes it. `last` describes the cache that the last
+    `generate` made, as it was at the end; None before.
 
     It replaces the model's method that prepares caches, and the one that `generate` gives the outputs of each step. A copy of the model,
     pickled or deep-copied, has its own attachment with the same factory; `detach(copy)` undoes that one.
@@ -29,6 +34,9 @@ class Attachment:
 
     def __init__(self, model: PreTrainedModel, factory: Callable[..., Cache]):
         self.model, self.factory = model, factory
+        self.last: str | None = None
+        self._made: Cache | None = None
+        """The cache of the running `generate`."""
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """The model's `_prepare_cache_for_generation`, with a cache of the factory if the caller passes none."""
@@ -50,7 +58,12 @@ class Attachment:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's `generate`. Raises ValueError for a cache that has seen other tokens than the prompt begins with."""
         stock = type(self.model).generate.__get__(self.model)  # type: ignore[attr-defined]
-        return continued.generate(stock, self.model.generation_config, *args, **kwargs)
+        try:
+            out = continued.generate(stock, self.model.generation_config, *args, **kwargs)
+            self.last = self.last if self._made is None else repr(self._made)
+            return out
+        finally:
+            self._made = None  # the caller's alone
 
     def update(self, outputs: Any, model_kwargs: dict, *args: Any, **kwargs: Any) -> Any:
         """The model's `_update_model_kwargs_for_generation`. Warns once if the step that gave `outputs` left out the caller's cache."""
@@ -68,6 +81,7 @@ class Attachment:
         cache = self.factory(config)
         if not isinstance(cache, Cache):
             raise TypeError(f"the factory given to attach returned {type(cache).__name__}, expected a transformers Cache")
+        self._made = cache
         if config.is_encoder_decoder and not isinstance(cache, EncoderDecoderCache):
             return EncoderDecoderCache(cache, DynamicCache())
         return cache
@@ -97,10 +111,13 @@ class Attachment:
         self.detach()
 
 
-def attach(model: PreTrainedModel | Pipeline, factory: Callable[..., Cache]) -> Attachment:
-    """Gives every later `model.generate` that is called without a cache the cache `factory(model.config)`, which takes
-    precedence over the `cache_implementation` of the model's generation config. `generate(cache_implementation=...)`
-    raises ValueError.
+def attach(model: PreTrainedModel | Pipeline, cache: FormatLike | Callable[..., Cache]) -> Attachment:
+    """Gives every later `model.generate` that is called without a cache a fresh one, which takes precedence over the
+    `cache_implementation` of the model's generation config. `generate(cache_implementation=...)` raises ValueError.
+
+        attach(model, "turboquant_4bit_nc")
+        attach(pipe, TurboQuantCache)
+        attach(model, lambda config: TurboQuantCache(config, residual_length=128))
 
     A cache that the caller passes to `generate` must have seen the first tokens of the prompt: if one of them is known to differ, from
     an earlier call, `generate` raises ValueError.
@@ -110,17 +127,21 @@ def attach(model: PreTrainedModel | Pipeline, factory: Callable[..., Cache]) -> 
 
     Args:
         model: any model with `generate`, or a pipeline of one.
-        factory: makes a new cache from the model's config, such as a cache class.
+        cache: a format, as CompressedCache takes it; a cache class; or a function that makes a new cache from the model's config.
 
-    Returns an Attachment, which undoes it on `detach()` or as a context manager.
+    Returns an Attachment, which undoes it on `detach()` or as a context manager, and whose `last` shows the cache that was used.
 
     Raises:
-        TypeError: `model` has no `generate`; `factory` is not callable (a cache instance cannot serve two calls), or
+        TypeError: `model` has no `generate`; `cache` is a cache (which cannot serve two calls), or neither a format nor callable, or
             returns something other than a Cache.
-        ValueError: the model has a cache attached already, or keeps its state in something other than a Cache.
+        ValueError: an unknown format; the model has a cache attached already, or keeps its state in something other than a Cache.
     """
-    if not callable(factory):
-        raise TypeError(f"attach needs a factory such as `lambda config: TurboQuantCache(config)`, got {type(factory).__name__}")
+    if isinstance(cache, Cache):
+        raise TypeError(
+            f"attach needs what makes a new cache for each call, such as {type(cache).__name__} or 'turboquant_4bit_nc': one "
+            f"{type(cache).__name__} cannot serve two calls"
+        )
+    factory = cache if callable(cache) else partial(CompressedCache, format=formats.resolve(cache))
     model = _generating(model, "attach")
     if _PREPARE in model.__dict__:
         raise ValueError("the model has a cache attached already: detach it first")
