@@ -32,6 +32,7 @@ from .host.dispatch import (
     quantizes,
     read,
     reads_together,
+    replace_lowest,
     rotate,
     split_rows,
     step,
@@ -40,6 +41,7 @@ from .host.dispatch import (
 )
 from .host.handles import give_handle
 from .pages import AttentionBudget, AttentionInputs, BlockCache, PagedInputs, Pages, Splits, TokenInputs, both, differ, gather_tiles
+from .replace import ranked, total_order
 from .segments import (
     Exact,
     KeysOrValues,

@@ -50,7 +50,7 @@ from ..kernels import (
 from ..kernels.pages import COLUMNS, LENGTH, RING_ROW, RING_START, RING_TOKENS, SINK_ROW, SINKS
 from ..policies import Arrivals, Budget, Policy, Rotation
 from ..policies.budget import ONE, Count, share_of, times
-from .eviction import append_and_evict, append_and_share, replace_lowest
+from .eviction import append_and_evict, append_and_replace, append_and_share
 from .head_pages import HeadPages
 from .metadata import TokenMetadata, no_tokens
 from .paged import RowPages
@@ -356,21 +356,22 @@ class EvictingStorage(LayerStorage):
         """Moves the first `count` tokens of the tail to the pages, within the budget: scores those that wait, ranks, and moves."""
         metadata, tail = self.metadata, self.tail
         metadata.describe()
-        leaving, fields = tail.first(count)
+        leaving, fields = tail.part(0, count)
         limit: int = self.limit if self.limit is not None else self._region_limit(metadata.columns)
         row_limits: Tensor | None = None
         if self.budget.share and metadata.padding is not None:
             row_limits = self._region_limit(metadata.lengths())
         if isinstance(self.tokens, HeadPages):
             self._share(self.tokens, leaving, fields, limit, row_limits)
-        elif count <= self.tokens.length and limit <= self.tokens.length and row_limits is None and not metadata.has_holes:
-            replace_lowest(self.tokens, metadata, leaving, fields)
-            self.in_order = False
         else:
-            limit, inputs = max(limit, self.tokens.length), self.inputs
-            self.in_order = append_and_evict(self.tokens, metadata, leaving, fields, limit, row_limits) and self.in_order
-            if inputs is not None:
-                inputs.pages.lengths.fill_(self.tokens.length)  # type: ignore[union-attr]
+            stored, limit = self.tokens.length, max(limit, self.tokens.length)
+            if row_limits is None and count <= stored and limit < stored + count:
+                append_and_replace(self.tokens, metadata, leaving, fields, limit)
+                self.in_order = False
+            else:
+                self.in_order = append_and_evict(self.tokens, metadata, leaving, fields, limit, row_limits) and self.in_order
+            if self.inputs is not None and self.tokens.length > stored:
+                self.inputs.pages.lengths.fill_(self.tokens.length)  # type: ignore[union-attr]
             if metadata.has_holes:
                 metadata.find_holes(self.stored)
         tail.drop(count)
@@ -573,6 +574,7 @@ class EvictingStorage(LayerStorage):
         fields = {name: gather_columns(x, order) for name, x in self.tail.fields.items()}
         fields["positions"] = fields["positions"].masked_fill((number < 0)[:, None], -1)
         self.tail.set(both(lambda x: gather_columns(x, order), self.tail.sides), fields)
+        metadata.region = {name: x.clone() for name, x in metadata.region.items()}
         metadata.columns, metadata.static, self.is_static = self.seq_length, False, False
         metadata.padding, metadata.counted, metadata.has_holes = self.seq_length - self.static.row_lengths, None, True  # type: ignore[union-attr]
 

@@ -439,7 +439,8 @@ class RowPages(PagedTokens):
     def replace(self, x: Pair, places: Tensor) -> None:
         """Quantizes keys and values `[B, H, T, D]` in place of the tokens `places` of each head, int64 `[B, H, T]`; negative for those that
         are not stored."""
-        self.own(0, self.numbers.shape[1])
+        if self.owned:
+            self.own(0, self.numbers.shape[1])
         kind = "replace", x[0].shape, x[0].dtype
         if kind not in self.launches:
             self.launches[kind] = launch_into(self.pages, x)

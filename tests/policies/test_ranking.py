@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from qkvcache.policies.ranking import ascending, first_of, highest, total_order
+from qkvcache.kernels import total_order
+from qkvcache.policies.ranking import ascending, first_of, highest
 from tests.seeds import SEED
 
 

@@ -24,6 +24,7 @@ from .. import attend_latents as latents
 from .. import evict as evicting
 from .. import fetch_blocks as fetching
 from .. import pages as paged
+from .. import replace as replacing
 from .. import rotate as rotating
 from .. import select_blocks as selecting
 from .. import sum_attention as reference
@@ -384,6 +385,15 @@ def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
     # Each head stores a copy of shared buffers, since it evicts on its own.
     kernels = _module("triton_evict") if pages.by_page and quantizes(pages.codecs, static.ring) and not shared else evicting
     return kernels.evict_token(static, order)
+
+
+def replace_lowest(
+    priority: Tensor, union: dict[str, Tensor], region: dict[str, Tensor], num_sinks: int, first_recent: int | Tensor
+) -> Tensor:
+    """`replace.replace_lowest`, in one launch where there is a kernel, which takes a few new tokens."""
+    few = priority.shape[2] - region["positions"].shape[2] <= replacing.MOST
+    kernels = _module("triton_replace") if few and on_triton(priority.device) else replacing
+    return kernels.replace_lowest(priority, union, region, num_sinks, first_recent)
 
 
 def rotate(x: Tensor, by: Tensor, inv_freq: Tensor, interleaved: bool) -> Tensor:
