@@ -117,11 +117,6 @@ def _replace_kernel(
     tl.debug_barrier()
     tl.store(slots + n, slot, mask=live)
     source = row + stored + n
-    target = b * heads + h
-    tl.store(held_0 + (target * steps[0] + slot), tl.load(new_0 + source, mask=accepted), mask=accepted)
-    if FIELDS > 1:
-        tl.store(held_1 + (target * steps[1] + slot), tl.load(new_1 + source, mask=accepted), mask=accepted)
-    if FIELDS > 2:
-        tl.store(held_2 + (target * steps[2] + slot), tl.load(new_2 + source, mask=accepted), mask=accepted)
-    if FIELDS > 3:
-        tl.store(held_3 + (target * steps[3] + slot), tl.load(new_3 + source, mask=accepted), mask=accepted)
+    new, held = (new_0, new_1, new_2, new_3), (held_0, held_1, held_2, held_3)
+    for i in tl.static_range(FIELDS):
+        tl.store(held[i] + ((b * heads + h) * steps[i] + slot), tl.load(new[i] + source, mask=accepted), mask=accepted)

@@ -20,7 +20,7 @@ from ..autocast import without_autocast
 from ..formats import Format, Identity
 from ..kernels import AttentionInputs, Pair
 from ..policies import Arrivals, Budget, Policy
-from ..storage import EvictingStorage, StaticLayout, check_room
+from ..storage import EvictingStorage, StaticLayout, StorageByHead, check_room
 from .compressed import CompressedLayer
 
 ATTENTION_UNREPORTED = (
@@ -91,7 +91,9 @@ class EvictingLayer(CompressedLayer):
     def make_storage(self, like: Pair) -> EvictingStorage:  # type: ignore[override]
         codecs, in_order = (self.format.key, self.format.value), not self.num_sink_tokens and isinstance(self.format, Identity)
         sizes = self.num_sink_tokens, self.residual_length, self.interval
-        return EvictingStorage(codecs, like, self.policy, self.budget, *sizes, in_order, self.max_length, self.rope)
+        by_head = self.policy.alpha_safeguard is not None or self.budget.heads
+        kind = StorageByHead if by_head else EvictingStorage
+        return kind(codecs, like, self.policy, self.budget, *sizes, in_order, self.max_length, self.rope)
 
     @without_autocast("key_states", "value_states")
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[CompressedKV, CompressedKV]:  # type: ignore[override]

@@ -1,5 +1,6 @@
 """The quantized and exact tokens of one layer: pages, growth, counts on the device, eviction, crop, copies."""
 
+from .by_head import StorageByHead
 from .evicting import EvictingStorage, StaticLayout
 from .head_pages import HeadPages
 from .metadata import TokenMetadata

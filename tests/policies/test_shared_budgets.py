@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qkvcache.policies import H2O, AdaKV, SnapKV
-from qkvcache.storage import PAGE, EvictingStorage
+from qkvcache.storage import PAGE, StorageByHead
 from tests.matrix import COVER, SHARED, covering, slowly
 from tests.policies.oracle import HEADS, Text, columns, drive
 from tests.policies.test_kept import ZONES, check, held
@@ -51,7 +51,7 @@ def test_the_budget_holds_and_each_head_has_its_share(name):
 def test_heads_are_guaranteed_different_shares(monkeypatch, text, guaranteed):
     """Also more tokens than a row has, which others then take."""
     own = torch.tensor(guaranteed)[None, :, None]
-    monkeypatch.setattr(EvictingStorage, "_guaranteed", lambda self, _: (own - self.num_sink_tokens - self.residual_length).clamp_min(0))
+    monkeypatch.setattr(StorageByHead, "_guaranteed", lambda self, _: (own - self.num_sink_tokens - self.residual_length).clamp_min(0))
     for zones in ({}, ZONES[0]):
         check(SHARED["snapkv"](14), TEXTS[text], guaranteed, **zones)
 
