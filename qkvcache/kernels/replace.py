@@ -1,4 +1,4 @@
-"""Which tokens new ones replace, once the pages of a layer that evicts are full: those that come last in the order of retention.
+"""Which tokens new ones replace, once the pages of a layer that evicts are full: the last ones in the order of retention.
 
 Tokens are ordered by priority, with protected ones before all others, and at equal priority by position. Columns without a token come last;
 among them, later columns come before earlier ones, so that they are replaced alike in all heads. No two columns are equal."""
@@ -42,7 +42,7 @@ def replace_lowest(
         priority: `[B, H, S + N]`, of `S` slots and of `N` new tokens.
         union: fields of the same columns, `[B, H, S + N]` each: `positions` int32 (-1: no token), and others in fp32.
         region: the fields of the slots, `[B, H, S]` each, which are replaced.
-        num_sinks, first_recent: as of `ranked`.
+        num_sinks, first_recent: as for `ranked`.
 
     Returns the slot of each new token, int64 `[B, H, N]`; -1 for a token that is not stored.
     """

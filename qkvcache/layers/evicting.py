@@ -135,7 +135,7 @@ class EvictingLayer(CompressedLayer):
         return CompressedKV(inputs, True, inputs.tokens, self), CompressedKV(inputs, False, inputs.tokens, self)
 
     def _add_token(self, storage: EvictingStorage, token: Pair, sinks: Pair | None = None) -> AttentionInputs:
-        """Adds a token to the tail; returns the inputs of attention. `sinks`: as of `token_inputs`."""
+        """Adds a token to the tail; returns the inputs of attention. `sinks`: in place of the stored sinks."""
         storage.add_token(token)
         inputs = storage.token_inputs(sinks)
         if sinks is None and storage.shares_plan:
@@ -219,7 +219,7 @@ class EvictingLayer(CompressedLayer):
         return None
 
     def valid_columns(self) -> Tensor | None:
-        """The columns that hold a token, those of the step included, bool `[B, T]`, or `[B, H, T]` where heads have pages of their own;
+        """The columns that hold a token, with the tokens of the step, bool `[B, T]`, or `[B, H, T]` where heads have pages of their own;
         None: all."""
         return self._running()[1].metadata.is_valid()
 

@@ -32,7 +32,7 @@ def highest(order: Tensor, count: int | Tensor) -> Tensor:
 
 
 def at_rank(x: Tensor, count: int | Tensor) -> Tensor:
-    """The lowest, `[B, H, 1]`, of the `count` highest of `x` `[B, H, T]`. `count` is that of `highest`, clamped to 1 to
+    """The lowest, `[B, H, 1]`, of the `count` highest of `x` `[B, H, T]`. `count`: as for `highest`, clamped to 1 to
     T."""
     tokens = x.shape[-1]
     if isinstance(count, Tensor):

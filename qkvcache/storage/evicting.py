@@ -6,11 +6,10 @@
                 if heads share the budget (`Policy.alpha_safeguard`), in pages of each head (`head_pages.py`)
     tail        the last tokens, in the model's dtype, in a ring (`tail.py`)
 
-`evict` follows each step's attention, and is the only place where tokens are scored, ranked and moved: those that leave
-the tail are quantized into the pages; when the budget is full, the policy ranks stored and new tokens together, and the
-codes of retained new tokens overwrite those of evicted tokens (`eviction.py`). Retained tokens are neither moved nor
-requantized. Between evictions, a step of one token writes it into the ring and counts it, on the device too if there is
-a kernel (`inputs`).
+`evict` follows each step's attention. It is the only place where tokens are scored, ranked and moved. Tokens that leave the
+tail are quantized into the pages. When the budget is full, stored and new tokens are ranked together, and the codes of retained
+new tokens overwrite the codes of evicted tokens (`eviction.py`). Retained tokens are neither moved nor requantized. Between
+evictions, a step of one token writes the token into the ring and counts it, on the device too if there is a kernel (`inputs`).
 
 For compiled steps, `to_static` makes pages for the whole budget and copies everything else into tensors at fixed addresses
 (`StaticLayout`), in which a step of one token reads no number from the host: token `n` of a row, padding not counted, is in slot `n % W` of
@@ -181,7 +180,7 @@ class EvictingStorage(LayerStorage):
 
     @property
     def stored(self) -> int:
-        """Columns that hold tokens, those of a running step included."""
+        """Columns that hold tokens, with the tokens of a running step."""
         if self.is_static:
             return min(self.seq_length, self.policy.size(self.budget, 0))
         return self.sinks[0].shape[2] + self.tokens.length + self.tail.count
@@ -236,7 +235,7 @@ class EvictingStorage(LayerStorage):
         return self.launch is not None and not self.metadata.has_holes and not self.in_order
 
     def token_inputs(self, sinks: Pair | None = None) -> AttentionInputs:
-        """The inputs of attention after `add_token`. `sinks`: in place of those that are stored."""
+        """The inputs of attention after `add_token`. `sinks`: in place of the stored sinks."""
         tail, inputs, first = self.tail, self.inputs, self.sinks if sinks is None else sinks
         if inputs is not None:
             inputs = inputs.twin(max_length=self.tokens.length)
@@ -261,7 +260,7 @@ class EvictingStorage(LayerStorage):
         self.unbind()
 
     def attention_inputs(self, sinks: Pair | None = None) -> AttentionInputs:
-        """The inputs of attention after `append`. `sinks`: in place of those that are stored."""
+        """The inputs of attention after `append`. `sinks`: in place of the stored sinks."""
         return attention_inputs_of(self.sinks if sinks is None else sinks, self.tokens, self.tail.tokens())
 
     def num_evicted(self, running: int) -> int | Tensor:
@@ -273,7 +272,7 @@ class EvictingStorage(LayerStorage):
         return lengths - (self.stored - running if valid is None else valid.sum(-1))
 
     def evict(self) -> None:
-        """Moves tokens from the tail to their zones after a step's attention, and evicts those that exceed the
+        """Moves tokens from the tail to their zones after a step's attention, and evicts tokens beyond the
         budget."""
         metadata, tail = self.metadata, self.tail
         if not self.tokens.calibrated:
@@ -343,7 +342,7 @@ class EvictingStorage(LayerStorage):
         self.unbind()
 
     def _move(self, leaving: Pair, fields: TokenFields, limit: int, row_limits: Tensor | None) -> None:
-        """Moves the oldest tokens of the tail, with their fields, to the pages, and evicts those that exceed the budget.
+        """Moves the oldest tokens of the tail, with their fields, to the pages, and evicts tokens beyond the budget.
 
         Args:
             limit: quantized tokens that a row may hold.
@@ -461,7 +460,7 @@ class EvictingStorage(LayerStorage):
         self._enter(layout)
 
     def _enter(self, layout: StaticLayout) -> None:
-        """Makes the tensors of `layout` those of the storage and of its metadata."""
+        """Uses the tensors of `layout` in the storage and in its metadata."""
         metadata = self.metadata
         self.sinks = layout.inputs.sinks
         metadata.sinks = layout.column_mask[:, : self.num_sink_tokens]

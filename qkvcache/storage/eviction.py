@@ -1,5 +1,5 @@
 """Addition of tokens to a quantized region within its budget: the policy ranks stored and new tokens together, and the
-codes of retained new tokens overwrite those of evicted tokens.
+codes of retained new tokens overwrite the codes of evicted tokens.
 
 Retained tokens keep their codes, bit for bit, and also their slots unless heads share the budget (`head_pages.py`). All
 new tokens are quantized before some are selected, so that formats with one scale for all heads see the same token in
@@ -63,7 +63,7 @@ def append_and_evict(
 
 
 def append_and_replace(region: RowPages, metadata: TokenMetadata, new: Pair, fields: TokenFields, limit: int) -> None:
-    """`append_and_evict` for few new tokens: as many as fit are appended, and the others replace those that come last in the order of
+    """`append_and_evict` for few new tokens: as many as fit are appended, and the others replace the last tokens in the order of
     retention. All rows may hold `limit` tokens."""
     fits, held = limit - region.length, metadata.region
     if fits > 0:

@@ -93,7 +93,7 @@ class TokenMetadata:
 
     @property
     def residual(self) -> TokenFields:
-        """The fields of the last tokens, in order; of those that wait, only what attention has added to their scores."""
+        """The fields of the last tokens, in order; a waiting token has only what attention has added to its score."""
         return {name: self.tail.of(x) for name, x in self.tail.fields.items()}
 
     @property
@@ -169,7 +169,7 @@ class TokenMetadata:
 
     def simulate(self, like: Pair, query_heads: int, sinks: int = 0, region: int = 0, residual: int = 0) -> None:
         """Allocates, on the meta device, the statistics of tokens like `like` `[B, H, T, D]` with `query_heads` query
-        heads, and columns of each zone; those of the region only where they do not lie in pages."""
+        heads, and columns of each zone; of the region only where its fields do not lie in pages."""
         self.sinks = F.pad(self.sinks, (0, sinks))
         for name, x in self._region.items():
             self._region[name] = F.pad(x, (0, region))
