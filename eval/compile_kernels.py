@@ -27,7 +27,7 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from qkvcache.evict import triton_rotate
+from qkvcache.evict import triton_replace, triton_rotate
 from qkvcache.evict import triton_static as triton_evict
 from qkvcache.formats import FP8, REGISTRY, HadaQuant, Int4, Int8, TurboQuant  # noqa: E402
 from qkvcache.formats.base import PackedLayout  # noqa: E402
@@ -369,6 +369,16 @@ def arriving(head_dim: int, heads: int, target: str) -> Job:
     return Job(f"arrive {head_dim} {heads} heads", triton_evict._append_kernel, types, constants, target)
 
 
+def replacing(columns: int, few: int, target: str) -> Job:
+    """The lowest of `columns` slots and new tokens, of which there are at most `few`."""
+    fields = ("*i32", "*fp32", "*fp32", "*fp32")
+    types: dict[str, str | Types] = {"priority": "*fp32", "recent": "*i64", "into": "*i64", "steps": ("i32",) * 4}
+    types |= dict(zip((*triton_replace.UNION, *triton_replace.REGION), fields * 2, strict=True))
+    block = min(columns, triton_replace.LARGEST)
+    constants = {"FIELDS": len(fields), "BY_ROW": True, "BLOCK": block, "MOST": few}
+    return Job(f"replace {columns}", triton_replace._replace_kernel, types, constants, target, {"num_warps": min(block // 256, 8)})
+
+
 def decoding(format: str, head_dim: int, target: str) -> Iterator[Job]:
     """Dequantizing planes and pages."""
     codecs = FORMATS[format].codecs()
@@ -449,6 +459,7 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield attention_to_latents(format, target, variant="chosen")
         yield from columns(128, target)
         yield arriving(128, 8, target)
+        yield replacing(2048, 8, target)
         yield rotary(128, target)
         if not few:
             sizes = [("int8", 256), ("int8", 512), ("int4", 96)]
@@ -473,7 +484,7 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield rotating(96, target)
             yield from (arriving(*sizes, target) for sizes in ((80, 32), (256, 16)))
             yield rotary(128, target, interleaved=True)
-            yield summing("turboquant_4bit_nc", 128, target, "float")
+            yield replacing(8192, 64, target)
             yield from columns(128, target, options=True)
             yield from columns(256, target)
         for format in formats:

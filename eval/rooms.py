@@ -75,7 +75,8 @@ def _home(module: str, name: str) -> str:
     inner = f"{module}.{name}"
     if module == "qkvcache" and (home := public_names().get(name)):
         return f"qkvcache.{home}"
-    return inner if inner in modules() else module
+    of_room = module == "qkvcache" and room_of(inner) in ROOMS  # which may not be there
+    return inner if inner in modules() or of_room else module
 
 
 @functools.cache
@@ -187,13 +188,30 @@ def gone() -> frozenset[str]:
     return frozenset(room for room in ROOMS if not (PACKAGE / room).exists())
 
 
-def needed(path: Path) -> set[str]:
-    """Modules that a file of tests needs, in the package or, by the same names, among the tests of a room."""
-    found = imported(path, ["tests"], run=False)
+@functools.cache
+def needed(path: Path, helper: bool = False) -> frozenset[str]:
+    """Modules of the package that a file of tests needs; of the tests of a room, too, by the names that they have in the package. It needs
+    what the helpers and scripts that it imports need to be imported. `helper`: the file is one of these."""
+    tests, found = path.parent, imported(path, ["tests"], run=helper)
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests.") and not node.level:
-            found.add(f"qkvcache.{node.module.partition('.')[2]}")  # type: ignore[union-attr]
-    return found
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            base = ["tests", *tests.relative_to(ROOT / "tests").parts] if node.level else []
+            names = [".".join([*base, *filter(None, [module])]), *(f"{module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names = [x.value for x in node.args if isinstance(x, ast.Constant) and isinstance(x.value, str)]
+        else:
+            continue
+        for name in names:
+            if name.startswith("tests.") and (room := name.split(".")[1]) in ROOMS:
+                found.add(f"qkvcache.{room}")
+            other = ROOT.joinpath(*name.split(".")).with_suffix(".py")
+            for file in (other, ROOT / "eval" / f"{name}.py"):
+                if file.exists() and file != path and not file.name.startswith("rooms"):
+                    found |= needed(file, True) if file.is_relative_to(ROOT / "tests") else imported(file, ["eval"], run=True)
+    return frozenset(found)
 
 
 def check(room: str, *commands: list[str]) -> bool:

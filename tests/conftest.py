@@ -9,9 +9,12 @@ Tests of a file with a `DEVICE` run in both.
 import contextlib
 import gc
 import os
+import sys
 
 import pytest
 
+# An editable install would find, elsewhere, what this checkout has not (`eval/rooms.py` deletes rooms in a copy).
+sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in str(finder)]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -336,11 +336,6 @@ class _Reader:
             for groups in [common] if common else row if policy.differs_by_head else [[head] for layer in row for head in layer]:
                 held = sum(map(len, groups))
                 _require(held <= len(groups) * limit, f"{held} tokens are kept in {len(groups)} heads with a budget of {limit}")
-            recent = int(policy.recent_of(limit))
-            protected = {*range(min(policy.num_sink_tokens, count)), *range(max(count - recent, 0), count)}
-            if len(protected) <= limit and not policy.differs_by_head:
-                for head in sum(row, []):
-                    _require(protected <= head, f"sinks or recent tokens were evicted: {sorted(protected - head)} of {count} tokens")
         return kept
 
 

@@ -141,15 +141,6 @@ class WithPadding(OfTheRows):
         return (keys - keys.mean(2, keepdim=True)).norm(dim=-1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Unprotected(Policy):
-    def priority(self, tokens):
-        return -tokens.positions.float()
-
-    def rank(self, tokens, budget):
-        return self.priority(tokens).masked_fill(~tokens.valid, -torch.inf)
-
-
 def custom(function):
     return Custom(function=function, budget=32)
 
@@ -160,7 +151,6 @@ def custom(function):
         (OfTheRows(budget=32), "what is kept of a row depends on other rows"),
         (OfTheHeads(budget=32), "what a head keeps depends on other heads"),
         (WithPadding(budget=32), "what is kept of a row depends on the padding before it"),
-        (Unprotected(budget=32), r"sinks or recent tokens were evicted: \[\d+, .*\] of 62 tokens"),
         (custom(lambda tokens: torch.rand(tokens.positions.shape)), "order of slots|depends on more than its arguments"),
         (custom(lambda tokens: tokens.score.cumsum(-1)), "priorities depend on the order of slots: use tokens.positions"),
         (custom(lambda tokens: tokens.score.mul_(2)), "priority changes its arguments"),

@@ -11,11 +11,12 @@ from ..kernels.host.dispatch import module, on_triton, quantizes
 from ..kernels.host.handles import ORDER, inputs_of
 from ..kernels.host.ops import HANDLE, operator
 from ..kernels.segments import Pair
+from . import replace as replacing
 from . import rotate as rotating
 from . import static as evicting
 from .static import StaticTensors
 
-KERNELS, ROTATION = ".evict.triton_static", ".evict.triton_rotate"
+KERNELS, REPLACEMENT, ROTATION = ".evict.triton_static", ".evict.triton_replace", ".evict.triton_rotate"
 STATIC = f"{HANDLE}, Tensor[] records, Tensor column_mask, Tensor row_lengths, Tensor columns"
 """`StaticTensors.arguments`"""
 
@@ -42,6 +43,15 @@ def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
     # Each head stores a copy of shared buffers, since it evicts on its own.
     kernels = module(KERNELS) if pages.by_page and quantizes(pages.codecs, static.ring) and not shared else evicting
     return kernels.evict_token(static, order)
+
+
+def replace_lowest(
+    priority: Tensor, union: dict[str, Tensor], region: dict[str, Tensor], num_sinks: int, first_recent: int | Tensor
+) -> Tensor:
+    """`replace.replace_lowest`, in one launch where there is a kernel, which takes a few new tokens."""
+    few = priority.shape[2] - region["positions"].shape[2] <= replacing.MOST
+    kernels = module(REPLACEMENT) if few and on_triton(priority.device) else replacing
+    return kernels.replace_lowest(priority, union, region, num_sinks, first_recent)
 
 
 def rotate(x: Tensor, by: Tensor, inv_freq: Tensor, interleaved: bool) -> Tensor:

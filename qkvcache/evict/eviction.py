@@ -1,5 +1,5 @@
 """Addition of tokens to a quantized region within its budget: the policy ranks stored and new tokens together, and the
-codes of retained new tokens overwrite those of evicted tokens.
+codes of retained new tokens overwrite the codes of evicted tokens.
 
 Retained tokens keep their codes, bit for bit, and also their slots unless heads share the budget (`head_pages.py`). All
 new tokens are quantized before some are selected, so that formats with one scale for all heads see the same token in
@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import Pair
+from ..kernels import Pair, both
 from ..storage.paged import RowPages
+from .dispatch import replace_lowest
 from .head_pages import HeadPages
 from .metadata import TokenFields, TokenMetadata
 from .policies.ranking import first_of, highest
@@ -62,25 +63,20 @@ def append_and_evict(
     return False
 
 
-def replace_lowest(region: RowPages, metadata: TokenMetadata, new: Pair, fields: TokenFields) -> None:
-    """`append_and_evict` for a region at its limit, without empty slots, that holds `N` tokens or more."""
-    stored, count = region.length, new[0].shape[2]
-    old, union = metadata.region, dict[str, Tensor]()
-    for name, x in old.items():
+def append_and_replace(region: RowPages, metadata: TokenMetadata, new: Pair, fields: TokenFields, limit: int) -> None:
+    """`append_and_evict` for few new tokens: as many as fit are appended, and the others replace the last tokens in the order of
+    retention. All rows may hold `limit` tokens."""
+    fits, held = limit - region.length, metadata.region
+    if fits > 0:
+        region.append(both(lambda x: x[:, :, :fits], new))
+        for name, x in fields.items():
+            held[name] = torch.cat([held[name], x[..., :fits]], dim=-1)
+        new, fields = both(lambda x: x[:, :, fits:], new), {name: x[..., fits:] for name, x in fields.items()}
+    union = dict[str, Tensor]()
+    for name, x in held.items():
         union[name] = torch.cat([x, fields[name]], dim=-1)
-    order, place = metadata.order(union), torch.arange(stored + count, device=new[0].device)
-    if count == 1:
-        into = order.argmin(-1, keepdim=True)  # `stored`: the new token itself
-    else:
-        lowest = order.topk(count, dim=-1, largest=False, sorted=False).indices.sort(-1).values
-        accepted = (lowest[..., None] != place[stored:]).all(-2)
-        nth = (accepted.cumsum(-1) - 1).clamp_min(0)
-        into = torch.where(accepted, lowest.gather(-1, nth), stored)
-    region.replace(new, into.masked_fill(into == stored, -1))
-    source = place[: stored + 1].expand(*order.shape[:2], -1).scatter(-1, into, place[stored:].expand_as(into))
-    source = source[..., :stored]
-    for name, x in union.items():
-        old[name] = x.gather(-1, source)
+    priority, num_sinks, first_recent = metadata.ranking(union)
+    region.replace(new, replace_lowest(priority, union, held, num_sinks, first_recent))
 
 
 def append_and_share(

@@ -50,7 +50,7 @@ class HeadPages(PagedTokens):
                 self.fields[name] = _with_empty_page(F.pad(x[:-1], (0, 0, 0, missing)), name)
         numbers = torch.from_numpy(numpy.where(self.numbers < 0, spare, self.numbers))
         self.index = numbers.to(self.pool.device, non_blocking=True)
-        """The numbers of the pages of each head, int64 `[B, H, W]`, that of the page without tokens if there is none."""
+        """The numbers of the pages of each head, int64 `[B, H, W]`; where there is none, the number of the page without tokens."""
 
     @property
     def columns(self) -> int:
@@ -191,7 +191,7 @@ class HeadPages(PagedTokens):
         return self.numbers[rows][self.numbers[rows] >= 0]
 
     def snapshot(self, rows: slice) -> dict[str, Tensor]:
-        """`PagedTokens.snapshot`, whose columns are those of all pages, with `pages.lengths` and the fields `[1, P, PAGE]`."""
+        """`PagedTokens.snapshot`, with the columns of all pages, and with `pages.lengths` and the fields `[1, P, PAGE]`."""
         self._flush()
         taken = torch.from_numpy(self._pages_of(rows)).to(self.index.device)
         fields = {f"pages.{name}": x[taken][None] for name, x in self.fields.items()}
@@ -224,7 +224,7 @@ class HeadPages(PagedTokens):
             self.pool.write_row(side, self._pages_of(slice(None)), given)
 
     def check(self, tensors: dict[str, Tensor], seen: int) -> None:
-        """Raises ValueError unless the lengths in a snapshot after `seen` tokens are those of its pages."""
+        """Raises ValueError unless the lengths in a snapshot after `seen` tokens match its pages."""
         lengths, pages = tensors["pages.lengths"], tensors["pages.positions"].shape[1]
         if lengths.min() < 0 or lengths.max() > seen or ((lengths + PAGE - 1) // PAGE).sum() != pages:
             raise ValueError(f"{pages} pages for heads of {lengths.tolist()} tokens, after {seen} tokens")

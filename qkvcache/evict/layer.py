@@ -21,6 +21,7 @@ from ..formats import Format, Identity
 from ..kernels import AttentionInputs, Pair
 from ..layers.compressed import CompressedLayer
 from ..storage import check_room
+from .by_head import StorageByHead
 from .observer import attend_observed
 from .policies import Arrivals, Budget, Policy
 from .rope import Rope
@@ -95,7 +96,9 @@ class EvictingLayer(CompressedLayer):
     def make_storage(self, like: Pair) -> EvictingStorage:  # type: ignore[override]
         codecs, in_order = (self.format.key, self.format.value), not self.num_sink_tokens and isinstance(self.format, Identity)
         sizes = self.num_sink_tokens, self.residual_length, self.interval
-        return EvictingStorage(codecs, like, self.policy, self.budget, *sizes, in_order, self.max_length, self.rope)
+        by_head = self.policy.alpha_safeguard is not None or self.budget.heads
+        kind = StorageByHead if by_head else EvictingStorage
+        return kind(codecs, like, self.policy, self.budget, *sizes, in_order, self.max_length, self.rope)
 
     def simulated(self, like: Pair, prompt: int, seq_length: int, query_heads: int) -> EvictingStorage:  # type: ignore[override]
         storage = self.make_storage(like)
@@ -146,7 +149,7 @@ class EvictingLayer(CompressedLayer):
         return CompressedKV(inputs, True, inputs.tokens, self), CompressedKV(inputs, False, inputs.tokens, self)
 
     def _add_token(self, storage: EvictingStorage, token: Pair, sinks: Pair | None = None) -> AttentionInputs:
-        """Adds a token to the tail; returns the inputs of attention. `sinks`: as of `token_inputs`."""
+        """Adds a token to the tail; returns the inputs of attention. `sinks`: in place of the stored sinks."""
         storage.add_token(token)
         inputs = storage.token_inputs(sinks)
         if sinks is None and storage.shares_plan:
@@ -230,7 +233,7 @@ class EvictingLayer(CompressedLayer):
         return None
 
     def valid_columns(self) -> Tensor | None:
-        """The columns that hold a token, those of the step included, bool `[B, T]`, or `[B, H, T]` where heads have pages of their own;
+        """The columns that hold a token, with the tokens of the step, bool `[B, T]`, or `[B, H, T]` where heads have pages of their own;
         None: all."""
         return self._running()[1].metadata.is_valid()
 

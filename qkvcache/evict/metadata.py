@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from ..kernels import Pair, both
 from ..storage.tail import Tail, TokenFields
 from .head_pages import HeadPages
 from .policies import Arrivals, Budget, Policy, Rotation, Tokens, given
-from .policies.ranking import total_order
+from .replace import ranked, total_order
 
 
 def no_tokens(policy: Policy, like: Tensor) -> TokenFields:
@@ -75,6 +76,8 @@ class TokenMetadata:
         """The most padding of a row when `has_holes` was found last; None: not known."""
         self.static = False
         """Whether tensors must keep their addresses."""
+        self.recent = None if budget.share else policy.recent_of(policy.size(budget, 0))
+        """The number of tokens that are protected as recent, if it is always the same."""
         self.statistics: dict[str, Tensor] = {}
         """The policy's statistics of all tokens seen, `[B, ...]` each."""
 
@@ -91,7 +94,7 @@ class TokenMetadata:
 
     @property
     def residual(self) -> TokenFields:
-        """The fields of the last tokens, in order; of those that wait, only what attention has added to their scores."""
+        """The fields of the last tokens, in order; a waiting token has only what attention has added to its score."""
         return {name: self.tail.of(x) for name, x in self.tail.fields.items()}
 
     @property
@@ -149,7 +152,7 @@ class TokenMetadata:
             tail.write(tail.fields["positions"], begin, positions[:, None])
             return
         positions = positions.expand(len(tail.sides[0]), -1)
-        keys, values = both(lambda x: tail.of(x, begin, count), tail.sides)
+        (keys, values), _ = tail.part(begin, count)
         queries, self._queries = torch.cat(self._queries, dim=2) if self._queries else None, []
         tokens = Arrivals(
             keys, values, None, positions, newest - count if self.padding is None else None, positions[:, None].long() + 1,
@@ -167,7 +170,7 @@ class TokenMetadata:
 
     def simulate(self, like: Pair, query_heads: int, sinks: int = 0, region: int = 0, residual: int = 0) -> None:
         """Allocates, on the meta device, the statistics of tokens like `like` `[B, H, T, D]` with `query_heads` query
-        heads, and columns of each zone; those of the region only where they do not lie in pages."""
+        heads, and columns of each zone; of the region only where its fields do not lie in pages."""
         self.sinks = F.pad(self.sinks, (0, sinks))
         for name, x in self._region.items():
             self._region[name] = F.pad(x, (0, region))
@@ -227,9 +230,9 @@ class TokenMetadata:
         and to each slot of the tail."""
         if not self.observes:
             self.describe()  # scores of tokens come first
-        fields = self.tail.fields
-        sinks, recent = self.sinks.shape[1], attention_sums.shape[-1] - self.tail.slots
-        part, last = attention_sums[..., sinks:recent], attention_sums[..., recent:]
+        fields, sums = self.tail.fields, attention_sums[..., self.sinks.shape[1] :]
+        stored = sums.shape[-1] - self.tail.slots
+        part, last = sums[..., :stored], sums[..., stored:]
         fields["score"] = self.policy.observe(fields["score"], last, queries)
         if self._region:
             self._region["score"] = self.policy.observe(self._region["score"], part, queries)
@@ -240,18 +243,24 @@ class TokenMetadata:
 
     def lengths(self) -> Tensor:
         """Tokens seen by each row without padding, int64 `[B, 1, 1]`."""
-        lengths = self.row_lengths
-        if lengths is not None:
-            return lengths[:, None, None]
-        return torch.full((self.sinks.shape[0], 1, 1), self.columns, dtype=torch.int64, device=self.sinks.device)
+        if self.padding is self.counted is None:
+            return torch.full((self.sinks.shape[0], 1, 1), self.columns, dtype=torch.int64, device=self.sinks.device)
+        return given(self.row_lengths, "the lengths of rows")[:, None, None]
+
+    def ranking(self, fields: TokenFields) -> tuple[Tensor, int, int | Tensor]:
+        """The policy's priority of tokens with these fields, `[B, H, T]`, the number of sinks, and the first position that is protected as
+        recent: an int, or int64 `[B, 1, 1]` if rows differ."""
+        positions, get, seen = fields["positions"], fields.get, self.lengths()
+        priority = self.policy.priority(Tokens(positions, positions >= 0, seen, get("score"), get("key_norm"), get("value_norm")))
+        end: Any = self.columns if self.padding is self.counted is None else seen
+        recent = self.policy.recent_of(self.policy.size(self.budget, end)) if self.recent is None else self.recent
+        return priority, self.policy.num_sink_tokens, end - recent
 
     def order(self, fields: TokenFields) -> Tensor:
-        """The order of retention, int64 `[B, H, T]`, without ties: by the policy's priority; at equal priority newer
-        tokens are higher."""
-        positions = fields["positions"]
-        get = fields.get
-        tokens = Tokens(positions, positions >= 0, self.lengths(), get("score"), get("key_norm"), get("value_norm"))
-        return total_order(self.policy.rank(tokens, self.budget), positions)
+        """The order of retention, int64 `[B, H, T]`, without ties: first by protection, then by the policy's priority; at
+        equal priority newer tokens are higher."""
+        priority, num_sinks, first_recent = self.ranking(fields)
+        return total_order(ranked(priority, fields["positions"], num_sinks, first_recent), fields["positions"])
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replaces every tensor, except the tensors of the tail, by `fn(tensor)`, which may change the rows."""

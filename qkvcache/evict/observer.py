@@ -105,7 +105,7 @@ def attend_observed(
 def _attend_on_codes(
     query: Tensor, key: CompressedKV, new: NewTokens, valid: Callable[[], Tensor | None], observed: Tensor | None, options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention on the codes for a few queries under any mask, and the attention sums of those that are `observed`."""
+    """Attention on the codes for a few queries under any mask, and the attention sums of the `observed` queries."""
     inputs = key.attention_inputs
     if inputs.by_head:
         mask = None if new.causal and new.is_valid is None else joined_by_head(inputs.paged, new, query)

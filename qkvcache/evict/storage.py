@@ -6,11 +6,10 @@
                 if heads share the budget (`Policy.alpha_safeguard`), in pages of each head (`head_pages.py`)
     tail        the last tokens, in the model's dtype, in a ring (`tail.py`)
 
-`evict` follows each step's attention, and is the only place where tokens are scored, ranked and moved: those that leave
-the tail are quantized into the pages; when the budget is full, the policy ranks stored and new tokens together, and the
-codes of retained new tokens overwrite those of evicted tokens (`eviction.py`). Retained tokens are neither moved nor
-requantized. Between evictions, a step of one token writes it into the ring and counts it, on the device too if there is
-a kernel (`inputs`).
+`evict` follows each step's attention. It is the only place where tokens are scored, ranked and moved. Tokens that leave the
+tail are quantized into the pages. When the budget is full, stored and new tokens are ranked together, and the codes of retained
+new tokens overwrite the codes of evicted tokens (`eviction.py`). Retained tokens are neither moved nor requantized. Between
+evictions, a step of one token writes the token into the ring and counts it, on the device too if there is a kernel (`inputs`).
 
 For compiled steps, `to_static` makes pages for the whole budget and copies everything else into tensors at fixed addresses
 (`StaticLayout`), in which a step of one token reads no number from the host: token `n` of a row, padding not counted, is in slot `n % W` of
@@ -43,16 +42,16 @@ from ..kernels import (
     give_handle,
     launch_of_step,
 )
-from ..kernels.pages import COLUMNS, LENGTH, RING_ROW, RING_START, RING_TOKENS, SINK_ROW, SINKS
+from ..kernels.pages import COLUMNS, LENGTH, RING_ROW, RING_START, RING_TOKENS, SINK_ROW
 from ..storage.paged import RowPages
 from ..storage.storage import LayerStorage, attention_inputs_of, extended, sides_of, zone_room
 from ..storage.tail import Tail, TokenFields
 from .dispatch import append_token, evict_token
-from .eviction import append_and_evict, append_and_share, replace_lowest
+from .eviction import append_and_evict, append_and_replace
 from .head_pages import HeadPages
 from .metadata import TokenMetadata, no_tokens
 from .policies import Arrivals, Budget, Policy, Rotation
-from .policies.budget import ONE, Count, share_of, times
+from .policies.budget import Count
 from .static import StaticTensors, gather_columns
 
 
@@ -84,6 +83,9 @@ class EvictingStorage(LayerStorage):
         max_length: the most tokens that may be seen.
         rope: the model's rotary embedding, for policies that need it.
     """
+
+    tokens: Any
+    """`RowPages`; `HeadPages` in `StorageByHead`."""
 
     def __init__(
         self,
@@ -129,8 +131,7 @@ class EvictingStorage(LayerStorage):
         self.sinks = empty
         self.tail = Tail(empty, no_tokens(self.policy, empty[0]))
         self.tokens = self._new_pages(empty)
-        pages = self.tokens if isinstance(self.tokens, HeadPages) else None
-        self.metadata = TokenMetadata(self.policy, self.budget, self.tail, self.rope, pages)
+        self.metadata = TokenMetadata(self.policy, self.budget, self.tail, self.rope, self.pages_of_heads)
         self.in_order, self.sinks_full = self.ordered, not self.num_sink_tokens
         self.limit = None if self.budget.share else self._region_limit(0)
         """Quantized tokens within the budget, if it is the same for all lengths."""
@@ -151,9 +152,12 @@ class EvictingStorage(LayerStorage):
         self.launch: Callable[[Pair], None] | None = None
         """Stores a token in one launch and counts it in `rows`."""
 
-    def _new_pages(self, like: Pair) -> RowPages | HeadPages:
-        if self.policy.alpha_safeguard is not None or self.budget.heads:
-            return HeadPages(self.codecs, like, no_tokens(self.policy, like[0]))
+    @property
+    def pages_of_heads(self) -> HeadPages | None:
+        """The pages in which the metadata of tokens lies, if each head has pages of its own (`by_head.py`)."""
+        return None
+
+    def _new_pages(self, like: Pair) -> Any:
         return RowPages(self.codecs, both(lambda x: x[:, :, :0], like), per_head=True)
 
     def change_codecs(self, codecs: tuple[Codec, Codec]) -> None:
@@ -161,8 +165,7 @@ class EvictingStorage(LayerStorage):
         self.codecs = codecs
         self.tokens = self._new_pages(self.tail.sides)
         self.unbind()
-        if isinstance(self.tokens, HeadPages):
-            self.metadata.pages = self.tokens
+        self.metadata.pages = self.pages_of_heads
 
     @property
     def device(self) -> torch.device:
@@ -175,7 +178,7 @@ class EvictingStorage(LayerStorage):
 
     @property
     def stored(self) -> int:
-        """Columns that hold tokens, those of a running step included."""
+        """Columns that hold tokens, with the tokens of a running step."""
         if self.is_static:
             return min(self.seq_length, self.policy.size(self.budget, 0))
         return self.sinks[0].shape[2] + self.tokens.length + self.tail.count
@@ -208,7 +211,7 @@ class EvictingStorage(LayerStorage):
         """Prepares steps of one token for the tensors that there are now."""
         tail, pages, sinks = self.tail, self.tokens.pages, self.sinks[0].shape[2]
         self.unbind()
-        if isinstance(self.tokens, RowPages) and pages.by_page:
+        if self.pages_of_heads is None and pages.by_page:
             self.bound = pages
             batch, device = len(self.sinks[0]), self.device
             counts = 0, 0, 0, sinks, tail.start, tail.count, tail.start, tail.start + sinks + tail.count
@@ -230,15 +233,13 @@ class EvictingStorage(LayerStorage):
         return self.launch is not None and not self.metadata.has_holes and not self.in_order
 
     def token_inputs(self, sinks: Pair | None = None) -> AttentionInputs:
-        """The inputs of attention after `add_token`. `sinks`: in place of those that are stored."""
+        """The inputs of attention after `add_token`. `sinks`: in place of the stored sinks."""
         tail, inputs, first = self.tail, self.inputs, self.sinks if sinks is None else sinks
-        counts = first[0].shape[2], self.tokens.length, tail.count
-        if isinstance(self.tokens, HeadPages) and self.tokens.length and self.metadata.ragged:
-            inputs = self._paged_inputs(self.tokens, 1)
-        elif inputs is not None:
+        if inputs is not None:
             inputs = inputs.twin(max_length=self.tokens.length)
         if inputs is not None and sinks is not None:
             inputs = inputs.twin(sinks=sinks, held={})
+        counts = first[0].shape[2], self.tokens.length, tail.count
         return TokenInputs(partial(sides_of, first, self.tokens, tail.sides, counts, tail.start), inputs, sum(counts))
 
     def _count_left(self, count: int) -> None:
@@ -257,27 +258,8 @@ class EvictingStorage(LayerStorage):
         self.unbind()
 
     def attention_inputs(self, sinks: Pair | None = None) -> AttentionInputs:
-        """The inputs of attention after `append`. `sinks`: in place of those that are stored."""
-        first, last = self.sinks if sinks is None else sinks, self.tail.tokens()
-        if not isinstance(self.tokens, HeadPages):
-            return attention_inputs_of(first, self.tokens, last)
-        sides = sides_of(first, self.tokens, last)
-        return AttentionInputs(*sides, self._paged_inputs(self.tokens, 0) if self.tokens.length and self.metadata.ragged else None)
-
-    def _paged_inputs(self, pages: HeadPages, running: int) -> PagedInputs:
-        """The inputs of attention over pages. They include all tokens of the step, padding too; in each row, the other
-        valid tokens of the tail come right before them. `running`: tokens of the step whose fields are not 0 yet."""
-        metadata, tail, batch = self.metadata, self.tail, len(self.sinks[0])
-        if self.rows is None:
-            known = tail.count - metadata.waiting - running
-            empty = known - (tail.of(tail.fields["positions"], 0, known)[:, 0] >= 0).sum(-1)
-            row = torch.arange(batch, device=self.device)
-            with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
-                self.rows = torch.zeros(batch, len(COLUMNS), dtype=torch.int32, device=self.device)
-            self.rows[:, SINK_ROW], self.rows[:, RING_ROW], self.rows[:, SINKS] = row, row, metadata.sinks.sum(-1)
-            self.rows[:, RING_START], self.rows[:, RING_TOKENS] = (tail.start + empty) % max(tail.slots, 1), tail.count - empty
-        tokens = batch * min(metadata.columns, self.policy.size(self.budget, metadata.columns))
-        return PagedInputs(pages.pages, self.sinks, tail.sides, self.rows, pages.columns, tokens, launches=pages.launches)
+        """The inputs of attention after `append`. `sinks`: in place of the stored sinks."""
+        return attention_inputs_of(self.sinks if sinks is None else sinks, self.tokens, self.tail.tokens())
 
     def num_evicted(self, running: int) -> int | Tensor:
         """The number of tokens that each row evicted before a step of `running` tokens; `[B]` if rows differ."""
@@ -288,7 +270,7 @@ class EvictingStorage(LayerStorage):
         return lengths - (self.stored - running if valid is None else valid.sum(-1))
 
     def evict(self) -> None:
-        """Moves tokens from the tail to their zones after a step's attention, and evicts those that exceed the
+        """Moves tokens from the tail to their zones after a step's attention, and evicts tokens beyond the
         budget."""
         metadata, tail = self.metadata, self.tail
         if not self.tokens.calibrated:
@@ -300,7 +282,14 @@ class EvictingStorage(LayerStorage):
             self._align_right()
         leaving = tail.count - self.residual_length
         if leaving >= self.interval:
-            self._quantize(leaving)
+            metadata.describe()
+            limit: int = self.limit if self.limit is not None else self._region_limit(metadata.columns)
+            row_limits = None
+            if self.budget.share and metadata.padding is not None:
+                row_limits = self._region_limit(metadata.lengths())
+            self._move(*tail.part(0, leaving), limit, row_limits)
+            tail.drop(leaving)
+            self._count_left(leaving)
         if tail.slots > self.room or not self.token:  # after a step of several tokens, whose tensors may be the caller's
             self._shrink()
 
@@ -350,70 +339,24 @@ class EvictingStorage(LayerStorage):
         tail.set(both(lambda x: gather_columns(x, order), tail.tokens()), {name: gather_columns(x, order) for name, x in fields.items()})
         self.unbind()
 
-    def _quantize(self, count: int) -> None:
-        """Moves the first `count` tokens of the tail to the pages, within the budget: scores those that wait, ranks, and moves."""
-        metadata, tail = self.metadata, self.tail
-        metadata.describe()
-        leaving, fields = tail.first(count)
-        limit: int = self.limit if self.limit is not None else self._region_limit(metadata.columns)
-        row_limits: Tensor | None = None
-        if self.budget.share and metadata.padding is not None:
-            row_limits = self._region_limit(metadata.lengths())
-        if isinstance(self.tokens, HeadPages):
-            self._share(self.tokens, leaving, fields, limit, row_limits)
-        elif count <= self.tokens.length and limit <= self.tokens.length and row_limits is None and not metadata.has_holes:
-            replace_lowest(self.tokens, metadata, leaving, fields)
+    def _move(self, leaving: Pair, fields: TokenFields, limit: int, row_limits: Tensor | None) -> None:
+        """Moves the oldest tokens of the tail, with their fields, to the pages, and evicts tokens beyond the budget.
+
+        Args:
+            limit: quantized tokens that a row may hold.
+            row_limits: int64 `[B, 1, 1]`, tokens that each row may hold, if these differ.
+        """
+        tokens, metadata, stored, count = self.tokens, self.metadata, self.tokens.length, leaving[0].shape[2]
+        limit = max(limit, stored)
+        if row_limits is None and count <= stored and limit < stored + count:
+            append_and_replace(tokens, metadata, leaving, fields, limit)
             self.in_order = False
         else:
-            limit, inputs = max(limit, self.tokens.length), self.inputs
-            self.in_order = append_and_evict(self.tokens, metadata, leaving, fields, limit, row_limits) and self.in_order
-            if inputs is not None:
-                inputs.pages.lengths.fill_(self.tokens.length)  # type: ignore[union-attr]
-            if metadata.has_holes:
-                metadata.find_holes(self.stored)
-        tail.drop(count)
-        if metadata.padding is not None and isinstance(self.tokens, HeadPages):  # some of them were empty
-            self.rows = None
-        self._count_left(count)
-
-    def _share(self, tokens: HeadPages, leaving: Pair, fields: TokenFields, limit: int, row_limits: Tensor | None) -> None:
-        """`_quantize` for heads that hold different numbers of tokens."""
-        metadata = self.metadata
-        seen = metadata.columns if row_limits is None else metadata.lengths()
-        least, most = None, None
-        if metadata.head_weights is not None:
-            least, guaranteed = 0, self._of_head(seen, metadata.head_weights)
-            most = guaranteed.sum(1).amax()  # may exceed the layer's budget
-        elif self.budget.heads:
-            of_heads = self._of_heads(seen)
-            if row_limits is None:
-                counts = torch.tensor(of_heads, dtype=torch.int64, device="cpu")
-                least, guaranteed = min(of_heads), counts.to(self.device, non_blocking=True)[None, :, None]
-            else:
-                least, guaranteed = 0, torch.cat(of_heads, dim=1)
-        else:
-            guaranteed = self._guaranteed(limit if row_limits is None else row_limits)
-        self.in_order = append_and_share(
-            tokens, metadata, leaving, fields, max(limit, 0), row_limits, guaranteed, self.in_order, least, most
-        )
-
-    def _of_heads(self, seq_length: Any) -> list[Any]:
-        """The results of `_of_head` for each head's part of the budget."""
-        parts = self.budget.heads
-        return [self._of_head(seq_length, round(part * len(parts) / sum(parts) * ONE)) for part in parts]
-
-    def _of_head(self, seq_length: Any, weight: Any) -> Any:
-        """Quantized tokens that a head may hold after `seq_length` tokens, an int or `[B, 1, 1]`: the tokens that the
-        policy protects, and the rest of the budget times `weight / ONE`. `weight`: an int or int64 `[B, H, 1]`."""
-        protected, rest = self.policy.protected_and_rest(self.budget, seq_length)
-        found = protected - self.num_sink_tokens - self.residual_length + times(rest, weight)
-        return found * (found > 0)
-
-    def _guaranteed(self, limit: Any) -> Any:
-        """Quantized tokens of `limit` that each head is guaranteed: its guaranteed share less its exact tokens."""
-        exact = self.num_sink_tokens + self.residual_length
-        count = share_of(self.policy.alpha_safeguard or 0.0, limit + exact) - exact
-        return max(count, 0) if isinstance(count, int) else count.clamp_min(0)
+            self.in_order = append_and_evict(tokens, metadata, leaving, fields, limit, row_limits) and self.in_order
+        if self.inputs is not None and tokens.length > stored:
+            self.inputs.pages.lengths.fill_(tokens.length)  # type: ignore[union-attr]
+        if metadata.has_holes:
+            metadata.find_holes(self.stored)
 
     def _region_limit(self, seq_length: Count) -> Count:
         """Quantized tokens within the budget after `seq_length` tokens; a tensor for a tensor."""
@@ -427,29 +370,22 @@ class EvictingStorage(LayerStorage):
         first = prompt - exact if prompt - exact >= interval else 0  # tokens that the prompt moves out of the residual
         groups = max(seq_length - exact - first, 0) // interval
 
-        def length(k: int) -> int:
-            left = first + k * interval
-            return min(left, max(self._region_limit(exact + left), 0))
-
         sinks = min(seq_length, self.num_sink_tokens)
         residual = seq_length - sinks - first - groups * interval
-        if isinstance(self.tokens, HeadPages):
-            heads = self.sinks[0].shape[1]
-
-            def lengths(k: int) -> list[int]:
-                left = first + k * interval
-                return [min(left, own) for own in self._of_heads(exact + left)] if self.budget.heads else [left] * heads
-
-            def most(k: int) -> int:
-                return heads * max(self._region_limit(exact + first + k * interval), 0)
-
-            self.tokens.simulate(lengths, most, groups, others=self.policy.shares_layers)
-            self.rows = self.sinks[0].new_empty(len(self.sinks[0]), len(COLUMNS), dtype=torch.int32) if self.tokens.length else None
-        else:
-            self.tokens.simulate(length, groups)
+        self._simulate_pages(first, groups)
         slots = self.room if first + groups else zone_room(residual, self.room)
         self.sinks = extended(self.sinks, sinks)
         self.metadata.simulate(self.sinks, query_heads, sinks, self.tokens.length, slots)
+
+    def _simulate_pages(self, first: int, groups: int) -> None:
+        """Allocates the pages of `first` tokens and of `groups` groups of `interval` tokens after them."""
+        exact = self.num_sink_tokens + self.residual_length
+
+        def length(k: int) -> int:
+            left = first + k * self.interval
+            return min(left, max(self._region_limit(exact + left), 0))
+
+        self.tokens.simulate(length, groups)
 
     # Steps of one token in the static layout.
 
@@ -522,7 +458,7 @@ class EvictingStorage(LayerStorage):
         self._enter(layout)
 
     def _enter(self, layout: StaticLayout) -> None:
-        """Makes the tensors of `layout` those of the storage and of its metadata."""
+        """Uses the tensors of `layout` in the storage and in its metadata."""
         metadata = self.metadata
         self.sinks = layout.inputs.sinks
         metadata.sinks = layout.column_mask[:, : self.num_sink_tokens]
@@ -571,6 +507,7 @@ class EvictingStorage(LayerStorage):
         fields = {name: gather_columns(x, order) for name, x in self.tail.fields.items()}
         fields["positions"] = fields["positions"].masked_fill((number < 0)[:, None], -1)
         self.tail.set(both(lambda x: gather_columns(x, order), self.tail.sides), fields)
+        metadata.region = {name: x.clone() for name, x in metadata.region.items()}
         metadata.columns, metadata.static, self.is_static = self.seq_length, False, False
         metadata.padding, metadata.counted, metadata.has_holes = self.seq_length - self.static.row_lengths, None, True  # type: ignore[union-attr]
 
@@ -637,13 +574,15 @@ class EvictingStorage(LayerStorage):
         complete = self.in_order and self.num_sink_tokens + stored == seen
         if numbers.keys() != {"seen", "in_order"} or numbers["seen"] != seen or numbers["in_order"] > complete:
             raise ValueError(f"counts {numbers} after {seen} tokens")
-        if isinstance(self.tokens, HeadPages):
-            self.tokens.check(tensors, seen)
-        elif stored > max(seen - self.num_sink_tokens, 0):
-            raise ValueError(f"{stored} tokens besides sinks, after {seen} tokens")
+        self._check_lengths(tensors, stored, seen)
         positions = [x for name, x in tensors.items() if name.endswith(".positions") and x.numel()]
         if any(x.min() < -1 or x.max() >= seen for x in positions):
             raise ValueError(f"positions beyond the {seen} tokens seen")
+
+    def _check_lengths(self, tensors: dict[str, Tensor], stored: int, seen: int) -> None:
+        """Raises ValueError unless a row that has seen `seen` tokens may hold `stored` ones besides its sinks."""
+        if stored > max(seen - self.num_sink_tokens, 0):
+            raise ValueError(f"{stored} tokens besides sinks, after {seen} tokens")
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int]) -> None:
         super().restore(tensors, numbers)
@@ -652,7 +591,6 @@ class EvictingStorage(LayerStorage):
         self.tail.set(residual, self.metadata.load(tensors, self.seq_length))
         self._shrink()
         self.in_order, self.sinks_full = bool(numbers["in_order"]), self.seq_length >= self.num_sink_tokens
-        self.metadata.ragged = isinstance(self.tokens, HeadPages) and self.tokens.length > 0 and not self.in_order
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with its role: `exact`, `bookkeeping`, `codes` or `scales`. Some tensors occur twice."""

@@ -2,8 +2,8 @@
 share the pages of a row.
 
 Appending writes into free slots; stored tokens are neither moved nor quantized again. Eviction overwrites the codes of evicted tokens with
-those of new ones, separately in each head; retained tokens keep their slots. Rows that are repeated, reordered or forked share pages until
-one of them writes.
+the codes of new ones, separately in each head; retained tokens keep their slots. Rows that are repeated, reordered or
+forked share pages until one of them writes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PagedTokens:
         layout: the layout of a page.
         heads: the heads of each row that have pages of their own, `[H]`, or none, `[]`.
         static: the table keeps its address.
-        on_host: as of `PagePool`.
+        on_host: whether pages lie in host memory.
     """
 
     lengths: Tensor | None = None
@@ -172,8 +172,8 @@ class PagedTokens:
     # Rows and owners.
 
     def branches(self) -> tuple[int, int]:
-        """Consecutive rows whose pages begin with the same tokens, and how many of these, in full pages: those that spare the most reading
-        if they are read once for as many rows."""
+        """The number of consecutive rows whose pages begin with the same tokens, and the number of these tokens, in full pages. Of all
+        groups of rows, the group for which reading shared tokens once spares the most reading."""
         batch, width = self.numbers.shape[0], min(self.length // PAGE, self.owned)
         if batch < 2 or not width:
             return 1, 0
@@ -437,9 +437,10 @@ class RowPages(PagedTokens):
         self.length = length(groups)
 
     def replace(self, x: Pair, places: Tensor) -> None:
-        """Quantizes keys and values `[B, H, T, D]` in place of the tokens `places` of each head, int64 `[B, H, T]`; negative for those that
-        are not stored."""
-        self.own(0, self.numbers.shape[1])
+        """Quantizes keys and values `[B, H, T, D]` in place of the tokens `places` of each head, int64 `[B, H, T]`; negative for a
+        token that is not stored."""
+        if self.owned:
+            self.own(0, self.numbers.shape[1])
         kind = "replace", x[0].shape, x[0].dtype
         if kind not in self.launches:
             self.launches[kind] = launch_into(self.pages, x)
@@ -494,7 +495,7 @@ class RowPages(PagedTokens):
             self._put(side, slots, codec.quantize(new, statistics))
 
     def _put(self, side: int, first: int, codes: Codes) -> None:
-        """Writes codes `[B, H', T, width]` as those of the tokens from `first` on."""
+        """Writes codes `[B, H', T, width]` as the codes of the tokens from `first` on."""
         for begin, end, run, at in self._pieces(first, first + next(iter(codes.values())).shape[2]):
             new = {name: x[:, :, begin - first : end - first] for name, x in codes.items()}
             if run.page is None:

@@ -40,14 +40,15 @@ class Tail:
         """Keys and values `[B, H, count, D]` in order."""
         return both(self.of, self.sides)
 
-    def first(self, count: int) -> tuple[Pair, TokenFields]:
-        """The oldest `count` tokens, `[B, H, count, D]`, and their fields, as views where possible."""
-        start, end, (key, value), fields = self.start, self.start + count, self.sides, dict(self.fields)
+    def part(self, begin: int, count: int) -> tuple[Pair, TokenFields]:
+        """`count` tokens from `begin` on, in order, `[B, H, count, D]`, and their fields, as views where possible."""
+        (key, value), fields, at = self.sides, dict(self.fields), (self.start + begin) % max(self.slots, 1)
+        end = at + count
         if end > self.slots:
-            return both(lambda x: self.of(x, 0, count), self.sides), {name: self.of(x, 0, count) for name, x in fields.items()}
+            return both(lambda x: self.of(x, begin, count), self.sides), {name: self.of(x, begin, count) for name, x in fields.items()}
         for name, x in fields.items():
-            fields[name] = x[:, :, start:end]
-        return (key[:, :, start:end], value[:, :, start:end]), fields
+            fields[name] = x[:, :, at:end]
+        return (key[:, :, at:end], value[:, :, at:end]), fields
 
     def write(self, x: Tensor, begin: int, new: Tensor) -> None:
         """Writes `new`, `[B, H, N, ...]`, to the tokens from `begin` on in a side or field `x`."""

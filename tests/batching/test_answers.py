@@ -10,10 +10,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import sdpa_mask
 
 from qkvcache import CompressedCache, continuous_batching, demo
-from qkvcache.select import arguments
 from qkvcache.formats import TurboQuant
 from qkvcache.kernels.pages import BLOCK
 from qkvcache.releases import passing
+from qkvcache.select import arguments
 from tests.matrix import FORMATS, model, slowly
 from tests.select.test_attention_budget import BUDGET, ZONE, read_few
 

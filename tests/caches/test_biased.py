@@ -8,12 +8,13 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from qkvcache import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, demo, policies
+from qkvcache import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, demo
 from qkvcache.evaluation.quality import RecallSet, prefill, recall
 from qkvcache.formats import NVFP4, REGISTRY, Int4
 from qkvcache.planning.recommend import RECOMMENDED
 from qkvcache.releases import passing
 from tests import twins
+from tests.evict.matrix import KeyNorm
 from tests.matrix import FORMATS
 
 CONTEXT, READ_ON = 1000, 32
@@ -101,7 +102,7 @@ def test_named_caches_center_unless_told(name):
 
 
 PROMPT = torch.arange(3, 103)[None]
-KINDS = {"growing": {}, "static": {"max_length": 128}, "evicting": {"policy": policies.Knorm(budget=80)}}
+KINDS = {"growing": {}, "static": {"max_length": 128}, "evicting": {"policy": KeyNorm(budget=80)}}
 
 
 def warned(model, *prompts, **options) -> int:
@@ -124,7 +125,7 @@ def test_of_nothing_else_it_warns():
     (model, _), (plain, tokenizer) = twins.biased(), demo.load()
     assert not warned(model, PROMPT, format="nvfp4")
     assert not warned(model, PROMPT[:, :1], format=NVFP4("amax", center=False)), "one token says nothing of means"
-    assert not warned(model, PROMPT, format="identity", policy="knorm")
+    assert not warned(model, PROMPT, format="identity", policy="keydiff")
     assert not warned(plain, PROMPT, format=NVFP4("amax", center=False))
     text = torch.tensor([demo.text_ids(tokenizer)[:900]])
     assert not warned(plain, text[:, :16], text[:, 16:], format=Int4(center=False), skip_layers=(0,))

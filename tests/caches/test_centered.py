@@ -7,9 +7,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from qkvcache import CompressedCache, HadaQuantCache, demo, policies
+from qkvcache import CompressedCache, HadaQuantCache, demo
 from qkvcache.formats import HadaQuant
 from qkvcache.releases import passing
+from tests.evict.matrix import KeyNorm
 from tests.matrix import ATTENTION, covering, model
 from tests.reference import assert_close
 from tests.tolerance import of_model
@@ -17,7 +18,7 @@ from tests.tolerance import of_model
 KINDS = {
     "growing": lambda config, **options: HadaQuantCache(config, num_sink_tokens=0, residual_length=4, **options),
     "static": lambda config, **options: HadaQuantCache(config, num_sink_tokens=0, residual_length=4, max_length=96, **options),
-    "evicting": lambda config, **options: HadaQuantCache(config, policy=policies.Knorm(budget=28, recent=8), **options),
+    "evicting": lambda config, **options: HadaQuantCache(config, policy=KeyNorm(budget=28, recent=8), **options),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 

@@ -8,9 +8,10 @@ from typer.testing import CliRunner
 
 from qkvcache import CompressedCache, PrefixStore
 from qkvcache.cli import app
-from qkvcache.policies import Custom, Knorm
-from qkvcache.prefix.pages import links
+from qkvcache.policies import Custom
 from qkvcache.prefix.template import CacheTemplate
+from qkvcache.storage.links import links
+from tests.evict.matrix import KeyNorm
 from tests.prefix.made import fill, model, random_ids
 
 
@@ -56,7 +57,7 @@ def test_ls_lists_pages(tmp_path):
         ({"format": "int8"}, "int8"),
         ({"format": "int8", "residual_length": 16}, "int8, exact 4 + 16"),
         ({"format": "int8", "skip_layers": [0]}, "DynamicLayer; int8"),
-        ({"policy": Knorm(budget=[50, 60])}, "identity, Knorm"),
+        ({"policy": KeyNorm(budget=[50, 60])}, "identity, KeyNorm"),
         ({"format": "fp8", "policy": Custom(function=max), "residual_length": 0}, "fp8, Custom, exact 4 + 0"),
     ],
 )

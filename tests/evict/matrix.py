@@ -1,6 +1,19 @@
 """Every policy once, with each of its options."""
 
+from dataclasses import dataclass
+
+import torch
+
 from qkvcache import policies
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyNorm(policies.Policy):
+    """A policy of a user's own: it keeps keys of small norm."""
+
+    def score(self, tokens: policies.Arrivals) -> torch.Tensor:
+        return -torch.linalg.vector_norm(tokens.keys, dim=-1, dtype=torch.float32)
+
 
 POLICIES = {
     "sink_window": lambda budget: policies.SinkWindow(window_length=budget - 4),
@@ -12,7 +25,7 @@ POLICIES = {
     "tova_paper": lambda budget: policies.TOVA(budget=budget, num_sink_tokens=0, recent=0),
     "snapkv": lambda budget: policies.SnapKV(budget=budget, interval=1, window_size=4, recent=3),
     "keydiff": lambda budget: policies.KeyDiff(budget=budget, recent=3),
-    "knorm": lambda budget: policies.Knorm(budget=budget, recent=3),
+    "key_norm": lambda budget: KeyNorm(budget=budget, recent=3),
     "random": lambda budget: policies.Random(budget=budget, recent=2),
     "expected_attention": lambda budget: policies.ExpectedAttention(budget=budget, recent=3, n_future_positions=16),
     "expected_attention_epsilon": lambda budget: policies.ExpectedAttention(budget=budget, recent=2, n_future_positions=9, epsilon=0.1),
@@ -30,5 +43,5 @@ SHARED = {
 }
 """Policies whose heads share the budget: `SHARED[name](budget)`."""
 
-CUT_FREE = ["sink_window", "sliding_window", "knorm", "random"]
+CUT_FREE = ["sink_window", "sliding_window", "key_norm", "random"]
 """Those whose tokens do not depend on how a text is cut into steps."""

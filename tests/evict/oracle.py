@@ -137,7 +137,7 @@ class Head:
         if queries and self.policy.observation_window:
             for p in self.held:
                 self.score[p] = self.observed(self.score[p], float(self.attention_sums[number, p]), queries)
-        elif self.kind in ("Knorm", "KeyDiff"):
+        elif self.kind in ("KeyNorm", "KeyDiff"):
             self.score |= {p: self.of_key(p) for p in new}
         elif self.kind == "ExpectedAttention":
             self.score |= self.expected(new)
@@ -157,7 +157,7 @@ class Head:
         return score * getattr(self.policy, "decay", 1.0) ** queries + attention_sums
 
     def of_key(self, p: int) -> float:
-        if self.kind == "Knorm":
+        if self.kind == "KeyNorm":
             return -float(self.keys[p].norm())
         units = self.keys[: self.seen] / self.keys[: self.seen].norm(dim=-1, keepdim=True)
         mean = units.mean(0)

@@ -19,7 +19,6 @@ from qkvcache.policies import (
     Custom,
     ExpectedAttention,
     KeyDiff,
-    Knorm,
     KVzip,
     Policy,
     Random,
@@ -33,7 +32,7 @@ from qkvcache.policies import (
 from tests.matrix import model
 
 WRONG = [
-    *[(kind, {"budget": 0}, ValueError, "budget=0") for kind in (H2O, TOVA, SnapKV, KeyDiff, Knorm, Random)],
+    *[(kind, {"budget": 0}, ValueError, "budget=0") for kind in (H2O, TOVA, SnapKV, KeyDiff, Random)],
     *[
         (H2O, {"budget": x}, ValueError, f"budget={x}: must be 1 or more tokens (int), or a share above 0 and below 1 (float)")
         for x in (0, -3, 0.0, 1.5)
@@ -102,7 +101,7 @@ SHARING = [
     (lambda: AdaKV(OF_HEADS), ValueError, "alpha_safeguard=0.2 with Budget.heads"),
     (lambda: AdaKV(KVzip()), ValueError, "AdaKV(KVzip): its heads share"),
     (lambda: AdaKV(AdaKV(H2O())), ValueError, "AdaKV(H2O): its heads share"),
-    (lambda: resolve("adakv_knorm"), ValueError, "the scores of Knorm"),
+    (lambda: resolve("adakv_keydiff"), ValueError, "the scores of KeyDiff"),
     (lambda: resolve("adakv_lru"), ValueError, "policy='lru' is unknown"),
 ]  # fmt: skip
 
@@ -197,7 +196,7 @@ def test_policies_are_frozen_and_named():
         assert type(policy) is kind and resolve(policy) is policy
         with pytest.raises(dataclasses.FrozenInstanceError):
             policy.num_sink_tokens = 7
-        assert dataclasses.replace(Knorm(budget=64), budget=32).budget == 32
+        assert dataclasses.replace(KeyDiff(budget=64), budget=32).budget == 32
 
 
 @pytest.mark.parametrize(("seen", "size"), [(0, 4), (1, 4), (9, 4), (10, 5), (29, 6), (30, 7), (1000, 104)])

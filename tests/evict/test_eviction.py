@@ -10,9 +10,9 @@ from transformers import DynamicCache
 from qkvcache import CompressedCache
 from qkvcache.attention import route
 from qkvcache.evict.policies.budget import LEAST
-from qkvcache.policies import H2O, Budget, KeyDiff, Knorm, SlidingWindow, SnapKV
+from qkvcache.policies import H2O, Budget, KeyDiff, SlidingWindow, SnapKV
 from qkvcache.releases import passing
-from tests.evict.matrix import CUT_FREE, POLICIES
+from tests.evict.matrix import CUT_FREE, POLICIES, KeyNorm
 from tests.matrix import ATTENTION, UNSUPPORTED, covering, model, slowly
 from tests.reference import ZONES, assert_close, count_decoded_layers, forward
 from tests.seeds import SEED
@@ -174,7 +174,7 @@ def test_intervals_of_padded_rows(cut, format):
     check_rows(network, make, CUTS[cut], None if format is None else TURNED)
 
 
-@pytest.mark.parametrize("name", slowly(["sink_window", "h2o", "tova", "knorm"], ["h2o", "knorm"]))
+@pytest.mark.parametrize("name", slowly(["sink_window", "h2o", "tova", "key_norm"], ["h2o", "key_norm"]))
 @pytest.mark.parametrize("format", ["int8", "turboquant_k8v4"])
 def test_a_padded_row_of_codes_equals_its_prompt_alone(name, format):
     network = model("llama", layers=2)
@@ -184,7 +184,7 @@ def test_a_padded_row_of_codes_equals_its_prompt_alone(name, format):
 
 @pytest.mark.sums
 @pytest.mark.parametrize(
-    "policy", [H2O(budget=0.5, recent=0.25), H2O(budget=Budget(4, 0.3), recent=3), Knorm(budget=0.4, recent=0.2)], ids=str
+    "policy", [H2O(budget=0.5, recent=0.25), H2O(budget=Budget(4, 0.3), recent=3), KeyNorm(budget=0.4, recent=0.2)], ids=str
 )
 def test_shares_are_of_each_row(policy):
     network = model("llama", layers=2)
@@ -196,7 +196,7 @@ def test_shares_are_of_each_row(policy):
     "policy",
     [
         H2O(budget=0.5), H2O(budget=Budget(5, 0.2), recent=4), SnapKV(budget=20, interval=8, window_size=4, recent=3),
-        Knorm(budget=17, interval=5, recent=3),
+        KeyNorm(budget=17, interval=5, recent=3),
         SlidingWindow(window_length=11, interval=11), KeyDiff(budget=0.3, interval=4), H2O(budget=Budget(share=1.0)),
     ],
     ids=str,
@@ -253,7 +253,7 @@ def assert_generate_equals_a_loop(network, ours, manual, ids, mask, chunk):
 
 
 @pytest.mark.parametrize("chunk", slowly([None, 7], [7]))
-@pytest.mark.parametrize("name", slowly(POLICIES, ["sink_window", "h2o", "snapkv", "keydiff", "knorm", "expected_attention"]))
+@pytest.mark.parametrize("name", slowly(POLICIES, ["sink_window", "h2o", "snapkv", "keydiff", "key_norm", "expected_attention"]))
 def test_generate_equals_a_manual_loop(name, chunk):
     network, (ids, mask) = model("llama", layers=2), inputs(PADS, 29)
     ours, manual = (CompressedCache(network.config, policy=POLICIES[name](14)) for _ in range(2))
@@ -295,7 +295,7 @@ FASTEST = {"gemma2": "eager", "gpt_oss": "eager"}  # the others run with matrix.
     [(n, a) for n in slowly(HYBRID, OF_KINDS) for a in slowly(ATTENTION, [FASTEST.get(n, "sdpa")]) if (n, a) not in UNSUPPORTED],
 )
 def test_models(name, attention):
-    """Full-attention layers evict; padded rows equal their prompts alone. Knorm would rank rounding errors where models norm keys."""
+    """Full-attention layers evict; padded rows equal their prompts alone. KeyNorm would rank rounding errors where models norm keys."""
     network = model(name, attention)
     plain = DynamicCache(config=network.config)
     both = H2O(budget=15, recent=4), KeyDiff(budget=15, recent=3)

@@ -10,9 +10,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from qkvcache import CombinedCache, CompressedCache, H2OCache, SinkCache, SlidingWindowCache
 from qkvcache.attention import install, installed, uninstall
-from qkvcache.policies import H2O, Knorm, SinkWindow
+from qkvcache.policies import H2O, SinkWindow
 from qkvcache.releases import passing
-from tests.evict.matrix import POLICIES, SHARED
+from tests.evict.matrix import POLICIES, SHARED, KeyNorm
 from tests.evict.test_eviction import kept
 from tests.matrix import ATTENTION, covering, model, slowly
 from tests.reference import assert_close, forward
@@ -139,7 +139,7 @@ def test_a_question_to_a_copy_leaves_the_context_as_it_was(name, format):
 
 @pytest.mark.parametrize(
     "options",
-    [{"policy": Knorm(budget=[12, 16, 50], recent=3)}, {"policy": Knorm(budget=12, recent=3), "skip_layers": [1]}],
+    [{"policy": KeyNorm(budget=[12, 16, 50], recent=3)}, {"policy": KeyNorm(budget=12, recent=3), "skip_layers": [1]}],
     ids=["budgets", "skip_layers"],
 )
 @pytest.mark.parametrize("attention", slowly(ATTENTION, ["sdpa", "eager"]))
@@ -155,7 +155,7 @@ def test_layers_that_hold_more_than_the_first(attention, options):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_budgets_of_each_layer(attention):
     network, (ids, mask) = model("llama", attention), prompt(3).values()
-    policy = Knorm(budget=[12, 0.5, 25], recent=3)
+    policy = KeyNorm(budget=[12, 0.5, 25], recent=3)
     cache = CompressedCache(network.config, policy=policy)
     steps = ((0, 30), *((i, i + 1) for i in range(30, 40)))
     batch = [forward(network, cache, ids, mask, *step) for step in steps]
@@ -168,10 +168,10 @@ def test_budgets_of_each_layer(attention):
                 assert_close(part[row : row + 1], got, of_model(network))
         assert [single.stored_length(i) for i in range(3)] == [12, (40 - pad) // 2, 25]
     with pytest.raises(ValueError, match="2 budgets for 3"):
-        CompressedCache(network.config, policy=Knorm(budget=[12, 24]))
+        CompressedCache(network.config, policy=KeyNorm(budget=[12, 24]))
     with pytest.raises(ValueError, match="budgets by layer need the config"):
-        CompressedCache(policy=Knorm(budget=[12, 24]))
-    assert len(CompressedCache(network.config, policy=Knorm(budget=[12, 24]), skip_layers=[1]).layers) == 3
+        CompressedCache(policy=KeyNorm(budget=[12, 24]))
+    assert len(CompressedCache(network.config, policy=KeyNorm(budget=[12, 24]), skip_layers=[1]).layers) == 3
 
 
 @pytest.mark.parametrize("positions", ["original", "cache"])

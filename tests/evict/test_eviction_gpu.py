@@ -124,7 +124,7 @@ def test_generate_replays_cuda_graphs(policy, format, rows, compiling):  # noqa:
         compiling.bfloat16()
 
 
-@pytest.mark.parametrize("policy", ["h2o", "knorm"])
+@pytest.mark.parametrize("policy", ["h2o", "key_norm"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_token_comes_and_goes_in_one_launch_each(policy, format):
     network = on_gpu(torch.bfloat16)

@@ -5,9 +5,17 @@ import torch
 
 from qkvcache.evict.policies import expected_attention
 from qkvcache.kernels.attend import matmul
-from qkvcache.policies import H2O, Custom, ExpectedAttention, KeyDiff, Knorm, Random, SinkWindow, SnapKV
+from qkvcache.policies import (
+    H2O,
+    Custom,
+    ExpectedAttention,
+    KeyDiff,
+    Random,
+    SinkWindow,
+    SnapKV,
+)
 from tests.codes import codes_of
-from tests.evict.matrix import CUT_FREE, POLICIES
+from tests.evict.matrix import CUT_FREE, POLICIES, KeyNorm
 from tests.evict.oracle import Text, columns, drive, kept
 from tests.matrix import COVER, covering, slowly
 from tests.tolerance import rounding, same_decoded
@@ -20,7 +28,7 @@ TEXTS = {
 SPARSE = {
     "snapkv": SnapKV(budget=14, interval=3, window_size=4, recent=3),
     "h2o": H2O(budget=14, interval=4, recent=2),
-    "knorm": Knorm(budget=14, interval=2),
+    "key_norm": KeyNorm(budget=14, interval=2),
     "keydiff": KeyDiff(budget=14, interval=5, recent=3),
     "expected_attention": ExpectedAttention(budget=14, interval=5, recent=3, n_future_positions=16),
 }
@@ -83,7 +91,7 @@ def test_norms_are_those_of_the_tokens(norm):
         is_valid = region["positions"] >= 0
         torch.testing.assert_close(region[norm][is_valid], x.gather(-1, at)[is_valid], rtol=rounding(x.shape[-1]), atol=0)
     if norm == "key_norm":
-        for ours, theirs in zip(drive(custom, text), drive(Knorm(budget=12, recent=3), text), strict=True):
+        for ours, theirs in zip(drive(custom, text), drive(KeyNorm(budget=12, recent=3), text), strict=True):
             assert torch.equal(ours.positions(), theirs.positions())
 
 
@@ -94,7 +102,7 @@ ZONES = (
 )
 
 
-@pytest.mark.parametrize("name", slowly(CUT_FREE, ["knorm"]))
+@pytest.mark.parametrize("name", slowly(CUT_FREE, ["key_norm"]))
 @pytest.mark.parametrize(("format", "text"), covering(COVER, ["chunked", "even"], strength=1))
 def test_every_format_keeps_what_the_exact_one_keeps(format, text, name):
     """Keys are looked at before they are encoded, and exact zones hold only protected tokens. Attention is not asked here."""
@@ -134,7 +142,7 @@ def test_survivors_are_never_encoded_again_nor_moved(format, evictions):
 @pytest.mark.parametrize("format", ["identity", "int8", "int8_token", "fp8_token", "nvfp4", "int4"])
 def test_a_slot_decodes_to_the_token_whose_position_it_records(format):
     text, first = Text((0, 5), (30, *[1] * 40)), {"num_sink_tokens": 2, "residual_length": 3}
-    *_, layer = drive(Knorm(budget=20, recent=3), text, format, **first)
+    *_, layer = drive(KeyNorm(budget=20, recent=3), text, format, **first)
     positions = columns(layer).long()
     at = (positions + torch.tensor(text.pads)[:, None, None])[..., None].expand(-1, -1, -1, text.keys.shape[-1])
     tokens = layer.storage.tokens

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from qkvcache.evict.policies.ranking import ascending, first_of, highest, total_order
+from qkvcache.evict.policies.ranking import ascending, first_of, highest
+from qkvcache.evict.replace import total_order
 from tests.seeds import SEED
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qkvcache.evict.storage import EvictingStorage
+from qkvcache.evict.by_head import StorageByHead
 from qkvcache.policies import H2O, AdaKV, SnapKV
 from qkvcache.storage import PAGE
 from tests.evict.matrix import SHARED
@@ -53,7 +53,7 @@ def test_the_budget_holds_and_each_head_has_its_share(name):
 def test_heads_are_guaranteed_different_shares(monkeypatch, text, guaranteed):
     """Also more tokens than a row has, which others then take."""
     own = torch.tensor(guaranteed)[None, :, None]
-    monkeypatch.setattr(EvictingStorage, "_guaranteed", lambda self, _: (own - self.num_sink_tokens - self.residual_length).clamp_min(0))
+    monkeypatch.setattr(StorageByHead, "_guaranteed", lambda self, _: (own - self.num_sink_tokens - self.residual_length).clamp_min(0))
     for zones in ({}, ZONES[0]):
         check(SHARED["snapkv"](14), TEXTS[text], guaranteed, **zones)
 

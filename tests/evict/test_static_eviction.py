@@ -13,6 +13,7 @@ from transformers.generation.configuration_utils import CompileConfig
 from qkvcache import CompressedCache, policies
 from qkvcache.formats import FP8
 from qkvcache.releases import CACHE_ARGUMENT, passing
+from tests.evict.matrix import KeyNorm
 from tests.matrix import covering, slowly
 from tests.reference import assert_close
 from tests.seeds import SEED
@@ -23,7 +24,7 @@ POLICIES = {
     "tova": policies.TOVA(budget=32, interval=1),
     "snapkv": policies.SnapKV(budget=32, window_size=4, kernel_size=3, interval=1),
     "keydiff": policies.KeyDiff(budget=32, interval=1),
-    "knorm": policies.Knorm(budget=32, interval=1),
+    "key_norm": KeyNorm(budget=32, interval=1),
     "random": policies.Random(budget=32, interval=1),
     "expected_attention": policies.ExpectedAttention(budget=32, recent=8, n_future_positions=16, interval=1),
     "sink_window": policies.SinkWindow(window_length=28, num_sink_tokens=4, interval=1),

@@ -1,7 +1,6 @@
-"""A preallocated layer against a list of tokens: what is stored, where, and that nothing moves."""
+"""A preallocated layer against a plain one: what is stored, where, and that nothing moves."""
 
 import copy
-from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 import pytest
@@ -17,6 +16,7 @@ from tests import updates
 from tests.codes import codes_of
 from tests.matrix import COVER
 from tests.matrix import FORMATS as REGISTRY
+from tests.plain_cache import PlainLayer
 from tests.reference import assert_close
 from tests.tolerance import rounding, same_decoded
 from tests.updates import DIM, HEADS, ROWS, VALUE_DIM, Pair, new
@@ -56,61 +56,23 @@ def snapshot(layer: CompressedLayer) -> list:
     return [layer.get_seq_length(), layer.storage.tokens.length, layer.empty, addresses(layer), [x.tolist() for x in held]]
 
 
-@dataclass
-class Tokens:
-    """All tokens of a layer, those that have left the ring as their codes decode; `region` of them are there, after the first zone."""
-
-    first: int
-    ring: int
-    codecs: tuple
-    held: list[Tensor] = field(default_factory=list)
-    statistics: list[dict] = field(default_factory=list)
-    region: int = 0
-
-    @staticmethod
-    def of(layer: CompressedLayer) -> "Tokens":
-        return Tokens(layer.num_sink_tokens, layer.residual_length + 1, layer.format.codecs())
-
-    @property
-    def count(self) -> int:
-        return self.held[0].shape[2] if self.held else 0
-
-    def update(self, x: Pair) -> None:
-        if not self.count:
-            self.held = [side[:, :, :0] for side in x]
-            self.statistics = [codec.calibrate(side) for codec, side in zip(self.codecs, x, strict=True)]
-        self.held = [torch.cat(pair, 2) for pair in zip(self.held, x, strict=True)]
-        begin = self.first + self.region
-        end = max(begin, self.count - self.ring)
-        for codec, side, statistics in zip(self.codecs, self.held, self.statistics, strict=True):
-            if begin < end:
-                leaving = side[:, :, begin:end]
-                side[:, :, begin:end] = codec.dequantize(codec.quantize(leaving, statistics) | statistics, side.shape[3])
-        self.region = end - self.first
-
-    def crop(self, removed: int) -> None:
-        count = max(self.count - removed, 0)
-        self.held = [x[:, :, :count] for x in self.held]
-        self.region = min(self.region, max(count - self.first, 0))
-
-    def move(self, index: list[int]) -> None:
-        self.held = [x[index] for x in self.held]
-        self.statistics = [{name: x[index] for name, x in statistics.items()} for statistics in self.statistics]
+def plain(layer: CompressedLayer) -> PlainLayer:
+    return PlainLayer(layer.format, layer.num_sink_tokens, layer.residual_length)
 
 
-def check(layer: CompressedLayer, tokens: Tokens) -> None:
-    assert layer.get_seq_length() == tokens.count
+def check(layer: CompressedLayer, tokens: PlainLayer) -> None:
+    assert layer.get_seq_length() == tokens.seen
     with torch.no_grad():
-        assert layer.get_mask_sizes(0) == (layer.max_length if tokens.count else 0, 0)
-    if not tokens.count:
+        assert layer.get_mask_sizes(0) == (layer.max_length if tokens.seen else 0, 0)
+    if not tokens.seen:
         return
-    assert layer.storage.tokens.length == tokens.region
-    assert layer.storage.rows[:, [TOKENS, LENGTH]].tolist() == [[tokens.count, tokens.region]] * tokens.held[0].shape[0]
+    assert layer.storage.tokens.length == tokens.quantized
+    assert layer.storage.rows[:, [TOKENS, LENGTH]].tolist() == [[tokens.seen, tokens.quantized]] * len(tokens.exact[0])
     assert layer.storage.control[DROPPED] == 0
-    assert same_tokens(layer, tokens.held)
+    assert same_tokens(layer, tokens.dense())
 
 
-# Against a list of tokens
+# Against a plain layer
 
 
 @pytest.mark.sums
@@ -118,9 +80,9 @@ def check(layer: CompressedLayer, tokens: Tokens) -> None:
 @pytest.mark.parametrize("format", COVER)
 def test_update_returns_the_tensors_and_then_handles(format, zones):
     layer = empty(format, ZONES[zones])
-    tokens = Tokens.of(layer)
+    tokens = plain(layer)
     for size in (20, 1, 3, 1, 20, 1, 1):
-        x, before = new(size), tokens.count and layer.dense()
+        x, before = new(size), tokens.seen and layer.dense()
         got = layer.update(*x)
         tokens.update(x)
         check(layer, tokens)
@@ -157,15 +119,15 @@ def histories(draw):
 @given(history=histories(), zones=st.sampled_from(list(ZONES.values())), limit=st.sampled_from([20, 60, 90]))
 def test_any_history(format, history, zones, limit):
     layer = empty(format, zones, limit)
-    tokens, rows = Tokens.of(layer), 2
+    tokens, rows = plain(layer), 2
     for what, size, seed in history:
         torch.manual_seed(seed)
         kept = addresses(layer)
         index = torch.randint(rows, (rows,)).tolist()
         if what == "update":
             x = new(size, rows)
-            if tokens.count + size > limit:
-                before = tokens.count and snapshot(layer)
+            if tokens.seen + size > limit:
+                before = tokens.seen and snapshot(layer)
                 with pytest.raises(ValueError, match=f"max_length={limit}"):
                     layer.update(*x)
                 assert not before or snapshot(layer) == before
@@ -174,18 +136,18 @@ def test_any_history(format, history, zones, limit):
                 tokens.update(x)
         elif what == "crop":
             layer.crop(-size)
-            if tokens.count:
+            if tokens.seen:
                 tokens.crop(size)
         elif what == "reorder":
             layer.reorder_cache(torch.tensor(index))
-            if tokens.count:
-                tokens.move(index)
+            if tokens.seen:
+                tokens.select(index)
         elif what == "copy":
             layer = copy.deepcopy(layer)
         elif what == "reset":
             layer.reset()
-            tokens = Tokens.of(layer)
-        elif tokens.count:
+            tokens = plain(layer)
+        elif tokens.seen:
             keep = sorted(index)[: seed % rows + 1] if what == "select" else [i for i in range(rows) for _ in range(2)]
             if what == "select":
                 layer.batch_select_indices(torch.tensor(keep))
@@ -193,10 +155,10 @@ def test_any_history(format, history, zones, limit):
                 layer.batch_repeat_interleave(2)
             else:
                 continue
-            tokens.move(keep)
+            tokens.select(keep)
             rows = len(keep)
         check(layer, tokens)
-        if kept and what in ("crop", "reorder", "reset") or kept and what == "update" and tokens.count > size:
+        if kept and what in ("crop", "reorder", "reset") or kept and what == "update" and tokens.seen > size:
             assert addresses(layer) == kept
 
 

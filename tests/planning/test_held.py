@@ -11,14 +11,14 @@ from qkvcache.planning import plan
 from qkvcache.planning.model import shapes
 from qkvcache.releases import passing
 from qkvcache.storage import growth
-from tests.evict.matrix import POLICIES, SHARED
+from tests.evict.matrix import POLICIES, SHARED, KeyNorm
 from tests.matrix import COVER, FORMATS, MODELS, THREE, by_layer, covering, model, slowly
 
 MODEL_NAMES = ("llama", "gemma3", "phi3", "qwen3")
 SHARES = {
     "h2o_share": lambda budget: policies.H2O(budget=0.3, num_sink_tokens=4),
     "share_and_recent": lambda budget: policies.TOVA(budget=policies.Budget(20, 0.25), recent=10, interval=7),
-    "intervals": lambda budget: policies.Knorm(budget=10 * budget, recent=40),
+    "intervals": lambda budget: KeyNorm(budget=10 * budget, recent=40),
 }
 ALL_POLICIES = {"none": lambda budget: None} | POLICIES | SHARES
 ROWS = 2
@@ -113,7 +113,7 @@ def test_formats_and_policies_in_models(name, policy, format):
 
 @pytest.mark.parametrize(("zones", "prompt"), covering([(0, 0), (4, 64), (100, 3), (3, 1)], [1, 5, 80, 200], strength=1))
 def test_zones_and_steps(zones, prompt):
-    for options in ({"format": FORMATS["fp8_tensor"]}, {"format": "int4", "policy": policies.Knorm(budget=0.3)}):
+    for options in ({"format": FORMATS["fp8_tensor"]}, {"format": "int4", "policy": KeyNorm(budget=0.3)}):
         options |= {"num_sink_tokens": zones[0], "residual_length": zones[1]}
         check(drive("llama", prompt, 20, **options), "llama", prompt, 20, **options)
 
@@ -131,7 +131,7 @@ def test_layers_that_differ(options):
     check(drive("llama", 150, 40, format="int4", **options), "llama", 150, 40, format="int4", **options)
 
 
-@pytest.mark.parametrize("policy", [None, policies.Knorm(budget=0.9), policies.Knorm(budget=policies.Budget(100, 0.5), interval=20)])
+@pytest.mark.parametrize("policy", [None, KeyNorm(budget=0.9), KeyNorm(budget=policies.Budget(100, 0.5), interval=20)])
 def test_chunks_that_grow_while_tokens_come_one_by_one(policy):
     """By an eighth, which is more than a page from 1,024 tokens on."""
     config = MODELS["llama"]()

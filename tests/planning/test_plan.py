@@ -14,6 +14,7 @@ from qkvcache.planning import plan_all
 from qkvcache.planning.model import activation_bytes, weights_bytes
 from qkvcache.planning.plan import in_words
 from qkvcache.releases import passing
+from tests.evict.matrix import KeyNorm
 from tests.matrix import ENCODER_DECODERS, MODELS, model
 
 LLAMA = MODELS["llama"]()
@@ -250,9 +251,9 @@ def test_max_length_is_taken_at_once_and_the_longest_fits():
     assert plan(LLAMA, format="int4", context=longest, max_length=longest, **memory).fits
     assert not plan(LLAMA, format="int4", context=longest + 1, max_length=longest + 1, **memory).fits
     assert plan(LLAMA, context=10, max_length=900).bytes_per_request == 900 * TOKEN
-    evicting = plan(LLAMA, policy=policies.Knorm(budget=50), context=10, max_length=900, gpu_memory=1e9)
-    assert evicting.unbounded and evicting.request == plan(LLAMA, policy=policies.Knorm(budget=50), context=10, max_length=100).request
+    evicting = plan(LLAMA, policy=KeyNorm(budget=50), context=10, max_length=900, gpu_memory=1e9)
+    assert evicting.unbounded and evicting.request == plan(LLAMA, policy=KeyNorm(budget=50), context=10, max_length=100).request
     with pytest.raises(ValueError, match="context=901 does not fit in max_length=900"):
         plan(LLAMA, format="int4", context=901, max_length=900)
     with pytest.raises(NotImplementedError, match="max_length"):
-        plan(LLAMA, policy=policies.Knorm(budget=0.5), context=10, max_length=900)
+        plan(LLAMA, policy=KeyNorm(budget=0.5), context=10, max_length=900)

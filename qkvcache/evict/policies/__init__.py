@@ -9,7 +9,7 @@ from .custom import Custom
 from .expected_attention import ExpectedAttention
 from .h2o import H2O
 from .head_profile import HeadProfile
-from .keys import KeyDiff, Knorm
+from .keys import KeyDiff
 from .kvzip import KVzip
 from .random import Random
 from .snapkv import SnapKV
@@ -25,7 +25,6 @@ REGISTRY: dict[str, type[Policy]] = {
     "keydiff": KeyDiff,
     "expected_attention": ExpectedAttention,
     "kvzip": KVzip,
-    "knorm": Knorm,
     "random": Random,
 }
 
@@ -70,7 +69,6 @@ __all__ = [
     "HeadProfile",
     "KVzip",
     "KeyDiff",
-    "Knorm",
     "Policy",
     "Random",
     "Rotation",

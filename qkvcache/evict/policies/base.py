@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from .budget import (
@@ -262,14 +261,6 @@ class Policy:
         if tokens.score is None:
             raise NotImplementedError(f"{self.name} has neither scores nor a priority")
         return tokens.score
-
-    def rank(self, tokens: Tokens, budget: Budget) -> Tensor:
-        """`priority` with sinks and recent tokens protected, fp32; -inf where there is no token."""
-        rank = self.priority(tokens).float()
-        size: Any = self.size(budget, tokens.seen) if budget.share else self.size(budget, 0)
-        rank = rank.nan_to_num(nan=torch.finfo(rank.dtype).min)  # NaN scores are evicted first
-        protected = (tokens.positions < self.num_sink_tokens) | (tokens.positions >= tokens.seen - self.recent_of(size))
-        return rank.masked_fill(protected, torch.inf).masked_fill(~tokens.valid, -torch.inf)
 
 
 def given(x: Given | None, what: str) -> Given:

@@ -14,7 +14,7 @@ from .base import ALL, Policy, Tokens
 class H2O(Policy):
     """Half of the budget for the newest tokens, the rest for those with the most accumulated attention, of each layer, row and KV head.
 
-    The attention of all queries, those of the prompt included and padding left out, is summed in fp32 over the query heads of the group.
+    The attention of all queries, with the prompt's and without padding, is summed in fp32 over the query heads of the group.
     H2O retains the tokens that the text so far attended to: it recalls few facts that are asked for only later (README).
 
     Args:

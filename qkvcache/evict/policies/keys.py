@@ -1,4 +1,4 @@
-"""Scores of keys alone, without attention weights: their norm, or their distance from the mean key."""
+"""Scores of keys alone, without attention weights: their distance from the mean key."""
 
 from __future__ import annotations
 
@@ -11,15 +11,6 @@ from .base import Arrivals, Policy
 
 EPSILON = 1e-12
 """Least length of a key."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Knorm(Policy):
-    """Evicts keys of large norm, which tend to receive little attention (arXiv 2406.11430). Not for models that normalize their keys (Qwen
-    3, Gemma 3): there all norms are equal, and rounding decides."""
-
-    def score(self, tokens: Arrivals) -> Tensor:
-        return -torch.linalg.vector_norm(tokens.keys, dim=-1, dtype=torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)

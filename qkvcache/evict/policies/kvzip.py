@@ -8,9 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..replace import total_order
 from .base import Arrivals, Policy
 from .budget import ONE, check_count
-from .ranking import highest, total_order
+from .ranking import highest
 
 UNREAD = 1e4
 """The score of a token that was not read twice."""

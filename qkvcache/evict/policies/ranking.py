@@ -7,17 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-
-def total_order(rank: Tensor, positions: Tensor) -> Tensor:
-    """An order of tokens, int64 `[B, H, T]`: by `rank`, fp32 without nan, and at equal rank by `positions`, int32."""
-    bits = (rank + 0.0).contiguous().view(torch.int32)  # -0.0 equals 0.0
-    return (torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32) + positions  # floats compare as these integers do
+SORTED_IN_A_BLOCK = 4096
+"""The longest rows that a kernel of torch sorts in one block of threads each."""
 
 
 def ascending(positions: Tensor) -> Tensor:
-    """The indices that sort each row of int32 `[B, H, T]`, stably. All rows are sorted at once, since a GPU sorts a few
-    long rows one after another."""
+    """The indices that sort each row of int32 `[B, H, T]`, stably. Long rows are sorted all at once: a GPU sorts a few of them one after
+    another, and short ones together, each in one block of threads."""
     batch, heads, tokens = positions.shape
+    if tokens <= SORTED_IN_A_BLOCK:
+        return positions.argsort(dim=-1, stable=True)
     row = torch.arange(batch * heads, device=positions.device).view(batch, heads, 1)
     return ((row << 32) + positions).flatten().argsort(stable=True).view_as(positions) - row * tokens
 
@@ -33,7 +32,7 @@ def highest(order: Tensor, count: int | Tensor) -> Tensor:
 
 
 def at_rank(x: Tensor, count: int | Tensor) -> Tensor:
-    """The lowest, `[B, H, 1]`, of the `count` highest of `x` `[B, H, T]`. `count` is that of `highest`, clamped to 1 to
+    """The lowest, `[B, H, 1]`, of the `count` highest of `x` `[B, H, T]`. `count`: as for `highest`, clamped to 1 to
     T."""
     tokens = x.shape[-1]
     if isinstance(count, Tensor):

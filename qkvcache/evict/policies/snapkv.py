@@ -47,6 +47,6 @@ class SnapKV(Policy):
         # Slots are in no order. Empty ones are sorted first, so that they are no neighbours.
         order = ascending(tokens.positions)
         valid = tokens.valid.gather(-1, order).float()
-        score = super().priority(tokens).gather(-1, order) * valid
+        score = tokens.score.gather(-1, order) * valid  # type: ignore[union-attr]
         total, count = F.avg_pool1d(torch.cat([score, valid]), self.kernel_size, stride=1, padding=self.kernel_size // 2).chunk(2)
         return torch.empty_like(score).scatter_(-1, order, total / count.clamp_min(1e-6))
