@@ -207,10 +207,9 @@ def needed(path: Path, helper: bool = False) -> frozenset[str]:
         for name in names:
             if name.startswith("tests.") and (room := name.split(".")[1]) in ROOMS:
                 found.add(f"qkvcache.{room}")
-            other = ROOT.joinpath(*name.split(".")).with_suffix(".py")
-            for file in (other, ROOT / "eval" / f"{name}.py"):
-                if file.exists() and file != path and not file.name.startswith("rooms"):
-                    found |= needed(file, True) if file.is_relative_to(ROOT / "tests") else imported(file, ["eval"], run=True)
+            file = ROOT.joinpath(*(name if name.startswith("tests.") else f"eval.{name}").split(".")).with_suffix(".py")
+            if file.exists() and file != path and file.stem != "rooms":
+                found |= needed(file, True)
     return frozenset(found)
 
 

@@ -6,6 +6,7 @@ the last tokens, and writes the new tokens over them."""
 from __future__ import annotations
 
 import functools
+from itertools import repeat
 
 import torch
 import triton
@@ -32,7 +33,7 @@ def replace_lowest(
     stored = region["positions"].shape[2]
     priority = priority.float().contiguous()
     into = torch.empty(batch, heads, columns - stored, dtype=torch.int64, device=priority.device)
-    steps = tuple([x.stride(1) for x in region.values()])
+    steps = tuple(map(Tensor.stride, region.values(), repeat(1)))
     recent, by_row, first = (first_recent, True, 0) if isinstance(first_recent, Tensor) else (priority, False, first_recent)
     none = (priority,) * (len(UNION) - len(union))
     run = _launcher(priority.device, triton.next_power_of_2(columns), triton.next_power_of_2(columns - stored), len(union), by_row)

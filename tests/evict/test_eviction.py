@@ -86,9 +86,8 @@ def _by_row(network, cache, sizes, ids, mask):
     return [torch.cat(row) for row in rows]
 
 
-HOLDING = tuple(
-    f"qkvcache.{name}" for name in ("layers", "storage", "kernels", "evict.layer", "evict.storage", "evict.metadata", "evict.head_pages")
-)
+HOLDING = ("layers", "storage", "kernels", *(f"evict.{name}" for name in ("layer", "storage", "metadata", "head_pages", "by_head")))
+HOLDING = tuple(f"qkvcache.{name}" for name in HOLDING)
 """Modules of what holds tokens."""
 
 
