@@ -18,9 +18,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import JITFunction
 
 from ..formats.base import Codec, PackedLayout
 from ..formats.rotation import rotation_block
+from . import gluon_attend_latents
 from .attend.launches import Launch, architecture, split
 from .attend.plan import OF_INPUTS, OF_LAYER, Kind, Layer, held_of, layer_of
 from .attend.triton_attend import LOG2E, _exact_columns, _hides, _tiles_of_split, head_of, page_of
@@ -39,7 +41,7 @@ from .attend_latents import LEAST_SAVED
 from .device.math import MASKED_SCORE
 from .device.unpack import unit_of
 from .host.launch import Held, Launcher
-from .pages import LEAST_SPLIT, SINKS, PagedInputs
+from .pages import LEAST_SPLIT, PagedInputs
 from .segments import layout_of
 
 
@@ -102,13 +104,47 @@ def query_kernel(
         center = tl.sum(x * tl.load(mean + row // rows * mean_b + d), 0) * scaling
     largest = tl.maximum(tl.max(tl.abs(x), 0), 1e-30)
     x = tl.load(latent + tl.load(order + d)).to(tl.float32)
-    tl.store(q_latent + row * D + d, (x / largest).to(tl.float16))
+    tl.store(q_latent + row * D + d, (x / largest).to(q_latent.dtype.element_ty))
     tl.store(factors + row * 3, largest * scaling * latent_unit)
     tl.store(factors + row * 3 + 2, center)
     x = tl.load(query + row * query_stride + D + tl.load(rope_order + p)).to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(x), 0), 1e-30)
-    tl.store(q_rope + row * P + p, (x / largest).to(tl.float16))
+    tl.store(q_rope + row * P + p, (x / largest).to(q_rope.dtype.element_ty))
     tl.store(factors + row * 3 + 1, largest * scaling * rope_unit)
+
+
+@triton.jit(do_not_specialize=["mask_b", "mask_q", "mask_t", "table_b", "n_sinks", "n_quantized", "queries", "room", "rows_b", "lengths_b"])
+def choose_kernel(
+    mask, table, rows, lengths, index, entries, counts, mask_b, mask_q, mask_t, table_b, n_sinks, n_quantized, queries, room, rows_b,
+    lengths_b, PAGE: tl.constexpr, COUNTED: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Lists the quantized tokens that a query sees. Grid (parts of N tokens, B * queries).
+
+    mask             uint8 (0: hidden) [B, queries, columns]: mask_b, mask_q, mask_t
+    table, rows, lengths, n_sinks, n_quantized   as of `attend_latents_kernel`
+    index, entries   int32 and as `table` [B * queries, room], contiguous, and counts, int32 [B * queries]: as `chosen_tokens` returns them
+    """
+    part = tl.program_id(0)
+    each_query = tl.program_id(1).to(tl.int64)
+    b = each_query // queries
+    length = n_quantized
+    if COUNTED:
+        length = tl.load(lengths + b * lengths_b)
+        n_sinks = tl.load(rows + b * rows_b + 3)
+    mask += b * mask_b + each_query % queries * mask_q + n_sinks * mask_t
+    i = tl.arange(0, N)
+    seen = tl.zeros([N], tl.int32)
+    for at in range(0, part * N, N):
+        seen += tl.load(mask + (at + i) * mask_t, mask=at + i < length, other=0)
+    token = part * N + i
+    shown = tl.load(mask + token * mask_t, mask=token < length, other=0).to(tl.int32)
+    end = tl.cumsum(shown, 0) + tl.sum(seen, 0)
+    listed = (shown != 0) & (end <= room)
+    at = each_query * room + end - 1
+    tl.store(index + at, token, mask=listed)
+    tl.store(entries + at, tl.load(table + b * table_b + token // PAGE, mask=listed), mask=listed)
+    if part == tl.num_programs(0) - 1:
+        tl.store(counts + each_query, tl.minimum(tl.max(end, 0), room))
 
 
 # What changes from step to step, or call to call, must not compile the kernel anew.
@@ -133,7 +169,8 @@ def attend_latents_kernel(
     grid is (splits, blocks of R heads, B * queries), and `part` has B * queries for B.
 
     query          [B, G, queries, D + P] model dtype: query_b, query_h, query_q
-    q_latent       fp16 [B, G * queries, D], q_rope fp16 [B, G * queries, P], contiguous: rotated as stored, in the order of tiles
+    q_latent       fp16 (the model's dtype for `half`) [B, G * queries, D], q_rope likewise [B, G * queries, P], contiguous: rotated as stored,
+                   in the order of tiles
     factors        fp32 [B, G * queries, 3], contiguous: of the scores of both, to base 2, and the product with the mean of latents
     table, rows, lengths, k_planes, v_planes, k_strides, v_strides, exact, exact_strides   as of `attend_kernel`, of one head;
                    COUNTED: rows begin with the first token of their pages, and the rings of row `b` are row `b` of the residual
@@ -243,8 +280,10 @@ def attend_latents_kernel(
         PER: tl.constexpr = _places(K, D)[0]
         WORDS: tl.constexpr = _places(K, D)[1]
         HALF: tl.constexpr = _places(K, D)[2]
-        word = d // (4 * PER) % (WORDS // 8) * 8 + d // HALF * 4 + d // (2 * PER) % 2 * 2 + d % 2
-        place = d // 2 % PER * WORDS + word  # plane after plane, as `reduce_kernel` reads them
+        place = d
+        if K.kind != "half":
+            word = d // (4 * PER) % (WORDS // 8) * 8 + d // HALF * 4 + d // (2 * PER) % 2 * 2 + d % 2
+            place = d // 2 % PER * WORDS + word  # plane after plane, as `reduce_kernel` reads them
         tl.store(out + place[None, :], acc * (unit * (unit_of(K) / _power(K))), mask=live[:, None])
     entry = (panel * splits + split) * R + tl.arange(0, R)
     entries = tl.num_programs(2).to(tl.int64) * tl.num_programs(1) * (splits * R)
@@ -254,11 +293,18 @@ def attend_latents_kernel(
 
 def launched(arch: int, rows: int) -> Launch:
     """The launch for `rows` query rows, on NVIDIA GPUs of compute capability `arch`; 0: on others, and in the interpreter."""
-    if arch // 10 in (9, 10):
-        return Launch(64, 1, None, 1, 8, 64) if rows > 16 else Launch(64, 1, None, 1, 4, 16)
-    return Launch(32, 1, None, 1, 4, 16)
+    if arch // 10 == 9 or (arch // 10 == 10 and rows > 16):
+        return Launch(64, 1, None, 1, 8, 64)
+    return Launch(64, 1, None, 1, 4, 16) if arch // 10 == 10 else Launch(32, 1, None, 1, 4, 16)
 
 
+def kernel_of(arch: int) -> JITFunction:
+    """The kernel for NVIDIA GPUs of compute capability `arch`, or for others (0)."""
+    return gluon_attend_latents.attend_latents_kernel if arch // 10 == 9 else attend_latents_kernel
+
+
+CHOSEN_FROM = 4096
+"""Tokens of which a program lists those that a query sees."""
 MOST_PARTIAL = 2**28
 """Bytes of partial outputs of queries that read tokens of their own; more queries are divided among launches."""
 MOST_RANK = 512
@@ -293,7 +339,7 @@ def _gathers(inputs: PagedInputs, mask: Tensor | None, chosen: int | None) -> bo
 
 def _in_tiles(layout: PackedLayout | None, dim: int) -> bool:
     """Whether tiles can be made of this layout: words of powers of two, in whole groups."""
-    if layout is None or layout.kind == "half" or dim & (dim - 1) or dim // layout.per < 8:
+    if layout is None or dim & (dim - 1) or dim // layout.per < 8:
         return False
     words = dim // layout.per
     return not layout.group or layout.group % words == 0 or words % layout.group == 0
@@ -305,6 +351,8 @@ def _order(layout: PackedLayout, dim: int, device: torch.device) -> Tensor:
     """The channel at each place of a tile (`triton_attend_tiles._reordered`), int64 `[D]`."""
     eighths = dim // layout.per // 8
     channel = torch.arange(dim, device=device)
+    if layout.kind == "half":
+        return channel
     if layout.group:
         return channel.view(layout.per, eighths, 2, 2, 2).permute(2, 1, 3, 0, 4).flatten()
     return channel.view(eighths, 2, 2, 2, layout.per).permute(1, 0, 2, 4, 3).flatten()
@@ -363,7 +411,8 @@ def attend_latent_pages(
         kind.launches[key] = LatentLaunches(kind, *key[1:])
     launches: LatentLaunches = kind.launches[key]
     means = _means(layer, inputs, queries if gathers else 1)
-    latent, rotated = (torch.empty(batch * rows, dim, dtype=torch.float16, device=device) for dim in (rank, rope))
+    dtype = query.dtype if kind.use.key.kind == "half" else torch.float16
+    latent, rotated = (torch.empty(batch * rows, dim, dtype=dtype, device=device) for dim in (rank, rope))
     factors = torch.empty(batch * rows, 3, dtype=torch.float32, device=device)
     strides = Held(latent_stride=turned.stride(0), query_stride=flat.stride(0), scaling=base2)
     launches.queries((batch * rows, 1, 1), turned, flat, latent, rotated, factors, held=(strides, means))
@@ -410,18 +459,26 @@ def _means(layer: Layer, inputs: PagedInputs, queries: int) -> Held:
 
 def chosen_tokens(inputs: PagedInputs, mask: Tensor, queries: int, chosen: int) -> tuple[Tensor, Tensor, Tensor]:
     """The indices in pages of the quantized tokens that each query sees under `mask` `[B, 1, Q, T]`, int32 `[B * Q, N]`, the entries of
-    their pages, and how many there are, int32 `[B * Q]`."""
-    (sinks, region, _), table, rows = inputs.slots, inputs.pages.table, inputs.rows
-    mask = mask[:, 0].expand(len(table), queries, -1)
-    if rows is None:
-        shown = mask[..., sinks : sinks + region]
-    else:
-        place = torch.arange(region, device=mask.device)
-        column = (place + rows[:, SINKS, None].long()).clamp_max(mask.shape[2] - 1)
-        shown = mask.gather(2, column[:, None].expand(-1, queries, -1)) & (place < inputs.pages.lengths[:, None])[:, None]  # type: ignore[index]
-    index = shown.byte().topk(min(chosen, region)).indices  # what is seen, and then others
-    entries = table[:, None].expand(-1, queries, -1).gather(2, index // inputs.pages.page_size)
-    return index.int().flatten(0, 1), entries.flatten(0, 1), shown.sum(-1, dtype=torch.int32).flatten()
+    their pages, and how many there are, int32 `[B * Q]`. What follows the last one is not written."""
+    (sinks, region, _), table, rows, device = inputs.slots, inputs.pages.table, inputs.rows, mask.device
+    shown = mask.expand(len(table), 1, queries, -1).view(torch.uint8)
+    index = torch.empty(len(table) * queries, min(chosen, region), dtype=torch.int32, device=device)
+    entries, counts = torch.empty_like(index, dtype=table.dtype), torch.empty(len(index), dtype=torch.int32, device=device)
+    key = "choose", device, inputs.pages.page_size, rows is not None
+    call = Held(
+        mask_b=shown.stride(0), mask_q=shown.stride(2), mask_t=shown.stride(3), table_b=table.stride(0), n_sinks=sinks, n_quantized=region,
+        queries=queries, room=index.shape[1], rows_b=0 if rows is None else rows.stride(0), lengths_b=inputs.pages.strides[2],
+    )  # fmt: skip
+    given = shown, table, index if rows is None else rows, index if rows is None else inputs.pages.lengths, index, entries, counts
+    _choosing(*key[1:])((-(-region // CHOSEN_FROM), len(index), 1), *given, held=(call,))
+    return index, entries, counts
+
+
+@functools.lru_cache(maxsize=8)
+def _choosing(device: torch.device, page_size: int, counted: bool) -> Launcher:
+    given = "mask", "table", "rows", "lengths", "index", "entries", "counts"
+    held = "mask_b", "mask_q", "mask_t", "table_b", "n_sinks", "n_quantized", "queries", "room", "rows_b", "lengths_b"
+    return Launcher(choose_kernel, device, given, held, PAGE=page_size, COUNTED=counted, N=CHOSEN_FROM, num_warps=4)
 
 
 OF_MEANS = "mean", "mean_b", "center", "center_b", "center_h"
@@ -444,7 +501,7 @@ class LatentLaunches:
         shared = kind.constants | {"G": heads, "R": launch.rows, "EXACT": bool(exact), "queries": queries}
         given = "query", "q_latent", "q_rope", "factors", "table", "chosen", "counts", "mask", "part"
         self.attend = Launcher(
-            attend_latents_kernel, device, given, (*OF_LATENTS, *OF_LAYER, *OF_INPUTS), **shared | {"TX": launch.tile // 2},
+            kernel_of(architecture(device)[0]), device, given, (*OF_LATENTS, *OF_LAYER, *OF_INPUTS), **shared | {"TX": launch.tile // 2},
             least=LEAST_SPLIT, P=rope, T=launch.tile, MASK=not unmasked, CAUSAL=causal and queries > 1, ARCH=architecture(device)[0],
             CHOSEN=int(gathers), num_warps=launch.warps, num_stages=1,
         )  # fmt: skip
