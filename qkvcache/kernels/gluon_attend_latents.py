@@ -176,6 +176,7 @@ def _copied(D: gl.constexpr, planes, slot, L: gl.constexpr, shared):
     """Begins to copy the tokens `slot`, int [T], to shared memory, in the layout L."""
     d = gl.arange(0, D, gl.SliceLayout(0, L))
     async_copy.async_copy_global_to_shared(shared, (planes[0] + slot * D)[:, None] + d[None, :])
+    async_copy.commit_group()
 
 
 @gluon.jit
