@@ -52,6 +52,24 @@ def _places(layout, dim: int):
 
 
 @triton.jit
+def _loaded(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, planes, slot, ARCH: tl.constexpr):
+    """What is stored of the tokens `slot`, int [T], at `planes`: numbers of `half`, [T, D], or as of `_stored`."""
+    if X.kind == "half":
+        return tl.load((planes[0] + slot * D)[:, None] + tl.arange(0, D)[None, :])
+    else:
+        return _stored(X, ONCE, D, planes, slot, ARCH)
+
+
+@triton.jit
+def _numbers(X: tl.constexpr, D: tl.constexpr, loaded, norm, ARCH: tl.constexpr):
+    """The numbers, [T, D], of what `_loaded` returned; arguments as of `_tile`."""
+    if X.kind == "half":
+        return loaded
+    else:
+        return _tile(X, D, loaded, norm, ARCH)
+
+
+@triton.jit
 def _exact_tiles(
     D: tl.constexpr, P: tl.constexpr, T: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, RING: tl.constexpr,
     state, q, q_rope, scaling, latents, latent_stride, ropes, rope_stride, tokens, start, newest, mask, mask_stride, oldest_slot, count,
@@ -113,7 +131,7 @@ def query_kernel(
     tl.store(factors + row * 3 + 1, largest * scaling * rope_unit)
 
 
-@triton.jit(do_not_specialize=["mask_b", "mask_q", "mask_t", "table_b", "n_sinks", "n_quantized", "queries", "room", "rows_b", "lengths_b"])
+@triton.jit(do_not_specialize=["mask_b", "mask_q", "table_b", "n_sinks", "n_quantized", "queries", "room", "rows_b", "lengths_b"])
 def choose_kernel(
     mask, table, rows, lengths, index, entries, counts, mask_b, mask_q, mask_t, table_b, n_sinks, n_quantized, queries, room, rows_b,
     lengths_b, PAGE: tl.constexpr, COUNTED: tl.constexpr, N: tl.constexpr,
@@ -259,10 +277,10 @@ def attend_latents_kernel(
             page = _page_of_tile(table, low, high, place, UNIT, BASE)
             k_here, v_here = page_of(K, D, K_ONCE, k_head, k_strides, page, 0), page_of(V, P, V_ONCE, v_head, v_strides, page, 0)
             here = _token_of(chosen, place, CHOSEN)
-            stored = (_stored(K, K_ONCE, D, k_here, here % PAGE, ARCH), _stored(V, V_ONCE, P, v_here, here % PAGE, ARCH))
+            stored = (_loaded(K, K_ONCE, D, k_here, here % PAGE, ARCH), _loaded(V, V_ONCE, P, v_here, here % PAGE, ARCH))
             for token in tl.range(low, high, T, num_stages=1):
-                c = _tile(K, D, stored[0], unit, ARCH)
-                rope = _tile(V, P, stored[1], rope_norm, ARCH)
+                c = _numbers(K, D, stored[0], unit, ARCH)
+                rope = _numbers(V, P, stored[1], rope_norm, ARCH)
                 s = tl.dot(q, tl.trans(c), input_precision="ieee") * factor[:, None]
                 s += tl.dot(qr, tl.trans(rope), input_precision="ieee") * rope_factor[:, None] + center[:, None]
                 # The next tile, after the product: until then, the fence that hands tiles to it would wait for these loads.
@@ -271,7 +289,7 @@ def attend_latents_kernel(
                 k_here, v_here = page_of(K, D, K_ONCE, k_head, k_strides, page, 0), page_of(V, P, V_ONCE, v_head, v_strides, page, 0)
                 valid = token + t < high
                 here = _token_of(chosen, place, CHOSEN)
-                stored = (_stored(K, K_ONCE, D, k_here, here % PAGE, ARCH), _stored(V, V_ONCE, P, v_here, here % PAGE, ARCH))
+                stored = (_loaded(K, K_ONCE, D, k_here, here % PAGE, ARCH), _loaded(V, V_ONCE, P, v_here, here % PAGE, ARCH))
                 if MASK and hides:
                     valid = valid & _shown(mask, n_sinks + token + t, mask_t, valid)
                 s = tl.where(valid[None, :], s, float("-inf"))
@@ -293,9 +311,11 @@ def attend_latents_kernel(
 
 def launched(arch: int, rows: int) -> Launch:
     """The launch for `rows` query rows, on NVIDIA GPUs of compute capability `arch`; 0: on others, and in the interpreter."""
-    if arch // 10 == 9 or (arch // 10 == 10 and rows > 16):
-        return Launch(64, 1, None, 1, 8, 64)
-    return Launch(64, 1, None, 1, 4, 16) if arch // 10 == 10 else Launch(32, 1, None, 1, 4, 16)
+    if arch // 10 == 9:
+        return Launch(64, 1, None, 1, 4, 64)
+    if arch // 10 == 10:
+        return Launch(64, 1, None, 1, 8, 64) if rows > 16 else Launch(64, 1, None, 1, 4, 16)
+    return Launch(32, 1, None, 1, 4, 16)
 
 
 def kernel_of(arch: int) -> JITFunction:
@@ -506,7 +526,7 @@ class LatentLaunches:
             CHOSEN=int(gathers), num_warps=launch.warps, num_stages=1,
         )  # fmt: skip
         block = rotation_block(rank) if use.key.rotated else 1
-        columns = rank if use.key.rotated else 32
+        columns = rank if use.key.rotated else min(rank, 128)
         self.out_strides = heads * queries * rank, rank, heads * rank, 1
         strides = dict(zip(("out_stride_b", "out_stride_h", "out_stride_q"), self.out_strides, strict=False))
         if gathers:  # each query is a row of its own
@@ -514,7 +534,7 @@ class LatentLaunches:
         self.reduce_grid = rows, batch, rank // columns
         self.reduce = Launcher(
             reduce_kernel, device, ("part", "firsts", "sinks", "out", "lse"), ("splits", "entries", *OF_MEANS),
-            **shared | {"V": use.key, "DV": rank, "queries": queries}, C=columns, S=32, SINKS=False, ITEMS=False, TURN=block**-0.5,
+            **shared | {"V": use.key, "DV": rank, "queries": queries}, C=columns, S=8, SINKS=False, ITEMS=False, TURN=block**-0.5,
             STAGES=block.bit_length() - 1, signs=use.signs, blocks=-(-rows // launch.rows), heads=1,
             num_warps=4 if use.key.rotated else 1, **strides,
         )  # fmt: skip

@@ -157,13 +157,11 @@ def _scales_of_plane(X: tl.constexpr, WORDS: tl.constexpr, by_group, i: tl.const
 def _stored(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, planes, slot, ARCH: tl.constexpr):
     """Load the stored planes of the tokens `slot`, int [T], of one head, in the form that `_tile` takes: codes, two
     words as one int32 [T, words / 2]; then high bits, if X.high, likewise where codes have two, else int16 [T, words];
-    then the scales of groups, or scale and zero of tokens. Of `half`, the numbers.
+    then the scales of groups, or scale and zero of tokens.
 
     `planes`: pointers to the planes of the page, or [T], of each token's page: words of 16 bits [slots, D / X.per],
     high bits [slots, X.high / 2 as many], and scales as of `device/scales.py`."""
     codes, high, scales = planes
-    if X.kind == "half":
-        return (tl.load((codes + slot * D)[:, None] + tl.arange(0, D)[None, :]),)
     WORDS: tl.constexpr = D // X.per
     HALF: tl.constexpr = WORDS // 2
     codes = codes.to(tl.pointer_type(tl.int32)) + slot * HALF
@@ -189,8 +187,6 @@ def _words(pairs):
 def _tile(X: tl.constexpr, D: tl.constexpr, stored, norm, ARCH: tl.constexpr):
     """Convert the result of `_stored` to numbers: fp16 [T, D], in units of `unit_of(X) * norm / _power(X)`, the
     channels in the order of `_reordered`. `norm`: fp32, from `_norm`."""
-    if X.kind == "half":
-        return stored[0]
     T: tl.constexpr = stored[0].shape[0]
     WORDS: tl.constexpr = D // X.per
     KIND: tl.constexpr = X.kind
