@@ -231,28 +231,29 @@ def _unpacked(
     V_ROWS: gl.constexpr = _across(P // V.per // 2, 4)
     k_row = gl.arange(0, T, gl.SliceLayout(1, K_ROWS))
     v_row = gl.arange(0, T, gl.SliceLayout(1, V_ROWS))
-    k_entry = _entries(table, low, high, k_row, CHOSEN, PAGE, BASE)
-    v_entry = _entries(table, low, high, v_row, CHOSEN, PAGE, BASE)
-    planes, slot = _side(K, D, K_ONCE, k_head, k_strides, k_entry, chosen, low, high, k_row, PAGE, CHOSEN)
-    k_stored = _stored(K, K_ONCE, D, planes, slot, K_ROWS, ARCH)
-    planes, slot = _side(V, P, V_ONCE, v_head, v_strides, v_entry, chosen, low, high, v_row, PAGE, CHOSEN)
-    v_stored = _stored(V, V_ONCE, P, planes, slot, V_ROWS, ARCH)
-    k_entry = _entries(table, low + T, high, k_row, CHOSEN, PAGE, BASE)
-    v_entry = _entries(table, low + T, high, v_row, CHOSEN, PAGE, BASE)
-    for i in range(gl.cdiv(high - low, T)):
-        here = i % 2
-        mbarrier.wait(empty.index(here), i // 2 % 2 ^ 1)
-        k.index(here).store(_tile(K, D, k_stored, unit, K_ROWS, ARCH))
-        k_rope.index(here).store(_tile(V, P, v_stored, rope_norm, V_ROWS, ARCH))
-        _filled(full.index(here))
-        # After the fence, which would wait for these loads.
-        begin = low + (i + 1) * T
-        planes, slot = _side(K, D, K_ONCE, k_head, k_strides, k_entry, chosen, begin, high, k_row, PAGE, CHOSEN)
+    if low < high:
+        k_entry = _entries(table, low, high, k_row, CHOSEN, PAGE, BASE)
+        v_entry = _entries(table, low, high, v_row, CHOSEN, PAGE, BASE)
+        planes, slot = _side(K, D, K_ONCE, k_head, k_strides, k_entry, chosen, low, high, k_row, PAGE, CHOSEN)
         k_stored = _stored(K, K_ONCE, D, planes, slot, K_ROWS, ARCH)
-        planes, slot = _side(V, P, V_ONCE, v_head, v_strides, v_entry, chosen, begin, high, v_row, PAGE, CHOSEN)
+        planes, slot = _side(V, P, V_ONCE, v_head, v_strides, v_entry, chosen, low, high, v_row, PAGE, CHOSEN)
         v_stored = _stored(V, V_ONCE, P, planes, slot, V_ROWS, ARCH)
-        k_entry = _entries(table, begin + T, high, k_row, CHOSEN, PAGE, BASE)
-        v_entry = _entries(table, begin + T, high, v_row, CHOSEN, PAGE, BASE)
+        k_entry = _entries(table, low + T, high, k_row, CHOSEN, PAGE, BASE)
+        v_entry = _entries(table, low + T, high, v_row, CHOSEN, PAGE, BASE)
+        for i in range(gl.cdiv(high - low, T)):
+            here = i % 2
+            mbarrier.wait(empty.index(here), i // 2 % 2 ^ 1)
+            k.index(here).store(_tile(K, D, k_stored, unit, K_ROWS, ARCH))
+            k_rope.index(here).store(_tile(V, P, v_stored, rope_norm, V_ROWS, ARCH))
+            _filled(full.index(here))
+            # After the fence, which would wait for these loads.
+            begin = low + (i + 1) * T
+            planes, slot = _side(K, D, K_ONCE, k_head, k_strides, k_entry, chosen, begin, high, k_row, PAGE, CHOSEN)
+            k_stored = _stored(K, K_ONCE, D, planes, slot, K_ROWS, ARCH)
+            planes, slot = _side(V, P, V_ONCE, v_head, v_strides, v_entry, chosen, begin, high, v_row, PAGE, CHOSEN)
+            v_stored = _stored(V, V_ONCE, P, planes, slot, V_ROWS, ARCH)
+            k_entry = _entries(table, begin + T, high, k_row, CHOSEN, PAGE, BASE)
+            v_entry = _entries(table, begin + T, high, v_row, CHOSEN, PAGE, BASE)
 
 
 @gluon.jit
@@ -269,24 +270,25 @@ def _copied(
     v_row = gl.arange(0, T, gl.SliceLayout(1, V_ROWS))
     d = gl.arange(0, D, gl.SliceLayout(0, K_ROWS))
     p = gl.arange(0, P, gl.SliceLayout(0, V_ROWS))
-    k_entry = _entries(table, low, high, k_row, CHOSEN, PAGE, BASE)
-    v_entry = _entries(table, low, high, v_row, CHOSEN, PAGE, BASE)
-    tiles = gl.cdiv(high - low, T)
-    for i in range(tiles + 1):
-        here = i % 2
-        if i < tiles:
-            mbarrier.wait(empty.index(here), i // 2 % 2 ^ 1)
-            begin = low + i * T
-            planes, slot = _side(K, D, K_ONCE, k_head, k_strides, k_entry, chosen, begin, high, k_row, PAGE, CHOSEN)
-            async_copy.async_copy_global_to_shared(k.index(here), (planes[0] + slot * D)[:, None] + d[None, :])
-            planes, slot = _side(V, P, V_ONCE, v_head, v_strides, v_entry, chosen, begin, high, v_row, PAGE, CHOSEN)
-            async_copy.async_copy_global_to_shared(k_rope.index(here), (planes[0] + slot * P)[:, None] + p[None, :])
-        async_copy.commit_group()
-        k_entry = _entries(table, low + (i + 1) * T, high, k_row, CHOSEN, PAGE, BASE)
-        v_entry = _entries(table, low + (i + 1) * T, high, v_row, CHOSEN, PAGE, BASE)
-        if i > 0:
-            async_copy.wait_group(1)
-            _filled(full.index(1 - here))
+    if low < high:
+        k_entry = _entries(table, low, high, k_row, CHOSEN, PAGE, BASE)
+        v_entry = _entries(table, low, high, v_row, CHOSEN, PAGE, BASE)
+        tiles = gl.cdiv(high - low, T)
+        for i in range(tiles + 1):
+            here = i % 2
+            if i < tiles:
+                mbarrier.wait(empty.index(here), i // 2 % 2 ^ 1)
+                begin = low + i * T
+                planes, slot = _side(K, D, K_ONCE, k_head, k_strides, k_entry, chosen, begin, high, k_row, PAGE, CHOSEN)
+                async_copy.async_copy_global_to_shared(k.index(here), (planes[0] + slot * D)[:, None] + d[None, :])
+                planes, slot = _side(V, P, V_ONCE, v_head, v_strides, v_entry, chosen, begin, high, v_row, PAGE, CHOSEN)
+                async_copy.async_copy_global_to_shared(k_rope.index(here), (planes[0] + slot * P)[:, None] + p[None, :])
+            async_copy.commit_group()
+            k_entry = _entries(table, low + (i + 1) * T, high, k_row, CHOSEN, PAGE, BASE)
+            v_entry = _entries(table, low + (i + 1) * T, high, v_row, CHOSEN, PAGE, BASE)
+            if i > 0:
+                async_copy.wait_group(1)
+                _filled(full.index(1 - here))
 
 
 @gluon.jit
@@ -494,7 +496,7 @@ def attend_latents_kernel(
             chosen += each_query * table_b
         each = _tiles_of_split(length, gl.maximum(splits - EXACT, 1), least, T)
         low = (split - EXACT) * each
-        high = gl.maximum(gl.minimum(low + each, length), low)
+        high = gl.minimum(low + each, length)
         hides = _hides(mask, n_sinks + low, n_sinks + high, mask_t) if MASK and not CHOSEN else False
         table += each_query * table_b
         k_head = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), k_strides, b, h)
