@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from importlib import import_module
+from typing import Any
 
 import torch
 import triton
@@ -22,7 +24,6 @@ from triton.runtime import JITFunction
 
 from ..formats.base import Codec, PackedLayout
 from ..formats.rotation import rotation_block
-from . import gluon_attend_latents
 from .attend.launches import Launch, architecture, split
 from .attend.plan import OF_INPUTS, OF_LAYER, Kind, Layer, held_of, layer_of
 from .attend.triton_attend import LOG2E, _exact_columns, _hides, _tiles_of_split, head_of, page_of
@@ -187,8 +188,8 @@ def attend_latents_kernel(
     grid is (splits, blocks of R heads, B * queries), and `part` has B * queries for B.
 
     query          [B, G, queries, D + P] model dtype: query_b, query_h, query_q
-    q_latent       fp16 (the model's dtype for `half`) [B, G * queries, D], q_rope likewise [B, G * queries, P], contiguous: rotated as stored,
-                   in the order of tiles
+    q_latent       fp16 (the model's dtype for `half`) [B, G * queries, D], contiguous: rotated as stored, in the order of tiles;
+                   q_rope likewise [B, G * queries, P]
     factors        fp32 [B, G * queries, 3], contiguous: of the scores of both, to base 2, and the product with the mean of latents
     table, rows, lengths, k_planes, v_planes, k_strides, v_strides, exact, exact_strides   as of `attend_kernel`, of one head;
                    COUNTED: rows begin with the first token of their pages, and the rings of row `b` are row `b` of the residual
@@ -309,18 +310,26 @@ def attend_latents_kernel(
     tl.store(part + (entries * (D + 1) + entry), l)
 
 
+@functools.cache
+def kernel_of(arch: int) -> JITFunction:
+    """The kernel for NVIDIA GPUs of compute capability `arch`, or for others and the interpreter (0). Gluon changes with each release of
+    Triton: a release that the kernel was not tested with uses the other one."""
+    if arch // 10 != 9 or tuple(map(int, triton.__version__.split(".")[:2])) != TESTED:
+        return attend_latents_kernel
+    return import_module("..gluon_attend_latents", __name__).attend_latents_kernel
+
+
+TESTED = 3, 6
+"""The release of Triton that `gluon_attend_latents.py` is for."""
+
+
 def launched(arch: int, rows: int) -> Launch:
-    """The launch for `rows` query rows, on NVIDIA GPUs of compute capability `arch`; 0: on others, and in the interpreter."""
-    if arch // 10 == 9:
-        return Launch(64, 1, None, 1, 4, 64)
-    if arch // 10 == 10:
+    """The launch for `rows` query rows, on GPUs as of `kernel_of`."""
+    if kernel_of(arch) is not attend_latents_kernel:
+        return Launch(64, 1, None, 1, 8, 64)
+    if arch // 10 in (9, 10):
         return Launch(64, 1, None, 1, 8, 64) if rows > 16 else Launch(64, 1, None, 1, 4, 16)
     return Launch(32, 1, None, 1, 4, 16)
-
-
-def kernel_of(arch: int) -> JITFunction:
-    """The kernel for NVIDIA GPUs of compute capability `arch`, or for others (0)."""
-    return gluon_attend_latents.attend_latents_kernel if arch // 10 == 9 else attend_latents_kernel
 
 
 CHOSEN_FROM = 4096
@@ -478,19 +487,21 @@ def _means(layer: Layer, inputs: PagedInputs, queries: int) -> Held:
 
 
 def chosen_tokens(inputs: PagedInputs, mask: Tensor, queries: int, chosen: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The indices in pages of the quantized tokens that each query sees under `mask` `[B, 1, Q, T]`, int32 `[B * Q, N]`, the entries of
-    their pages, and how many there are, int32 `[B * Q]`. What follows the last one is not written."""
-    (sinks, region, _), table, rows, device = inputs.slots, inputs.pages.table, inputs.rows, mask.device
-    shown = mask.expand(len(table), 1, queries, -1).view(torch.uint8)
-    index = torch.empty(len(table) * queries, min(chosen, region), dtype=torch.int32, device=device)
-    entries, counts = torch.empty_like(index, dtype=table.dtype), torch.empty(len(index), dtype=torch.int32, device=device)
-    key = "choose", device, inputs.pages.page_size, rows is not None
+    """The indices in pages of the quantized tokens that each query sees under `mask` `[B, 1, Q, T]`, int32
+    `[B * Q, N]`, the entries of their pages, and how many there are, int32 `[B * Q]`. What follows the last one is
+    not written."""
+    (sinks, region, _), pages, rows = inputs.slots, inputs.pages, inputs.rows
+    shown = mask.expand(len(pages.table), 1, queries, -1).view(torch.uint8)
+    index = shown.new_empty(len(pages.table) * queries, min(chosen, region), dtype=torch.int32)
+    entries, counts = torch.empty_like(index, dtype=pages.table.dtype), index.new_empty(len(index))
     call = Held(
-        mask_b=shown.stride(0), mask_q=shown.stride(2), mask_t=shown.stride(3), table_b=table.stride(0), n_sinks=sinks, n_quantized=region,
-        queries=queries, room=index.shape[1], rows_b=0 if rows is None else rows.stride(0), lengths_b=inputs.pages.strides[2],
+        mask_b=shown.stride(0), mask_q=shown.stride(2), mask_t=shown.stride(3), table_b=pages.table.stride(0),
+        n_sinks=sinks, n_quantized=region, queries=queries, room=index.shape[1],
+        rows_b=0 if rows is None else rows.stride(0), lengths_b=pages.strides[2],
     )  # fmt: skip
-    given = shown, table, index if rows is None else rows, index if rows is None else inputs.pages.lengths, index, entries, counts
-    _choosing(*key[1:])((-(-region // CHOSEN_FROM), len(index), 1), *given, held=(call,))
+    counted: Any = (index, index) if rows is None else (rows, pages.lengths)  # nothing reads the former
+    launch = _choosing(index.device, pages.page_size, rows is not None)
+    launch((-(-region // CHOSEN_FROM), len(index), 1), shown, pages.table, *counted, index, entries, counts, held=(call,))
     return index, entries, counts
 
 
@@ -498,7 +509,7 @@ def chosen_tokens(inputs: PagedInputs, mask: Tensor, queries: int, chosen: int) 
 def _choosing(device: torch.device, page_size: int, counted: bool) -> Launcher:
     given = "mask", "table", "rows", "lengths", "index", "entries", "counts"
     held = "mask_b", "mask_q", "mask_t", "table_b", "n_sinks", "n_quantized", "queries", "room", "rows_b", "lengths_b"
-    return Launcher(choose_kernel, device, given, held, PAGE=page_size, COUNTED=counted, N=CHOSEN_FROM, num_warps=4)
+    return Launcher(choose_kernel, device, given, held, PAGE=page_size, COUNTED=counted, N=CHOSEN_FROM, num_warps=16)
 
 
 OF_MEANS = "mean", "mean_b", "center", "center_b", "center_h"

@@ -131,7 +131,9 @@ def test_shapes(tokens, heads, count, rank, rope, kernels):
 
 
 @pytest.mark.parametrize("options", [{}, {"max_length": 300}], ids=["growing", "max_length"])
-@pytest.mark.parametrize(("format", "count", "most"), [("int8", 1, 9), ("identity", 2, 40), ("turboquant_4bit_nc", 3, 70), ("nvfp4", 2, 40), ("int4", 1, 70)])
+@pytest.mark.parametrize(
+    ("format", "count", "most"), [("int8", 1, 9), ("identity", 2, 40), ("turboquant_4bit_nc", 3, 70), ("nvfp4", 2, 40), ("int4", 1, 70)]
+)
 def test_chosen_tokens_are_gathered_in_the_kernel(format, count, most, options, kernels, monkeypatch):
     """Each query of each row reads others, some of them exact, and a query none that are quantized; two queries a launch."""
     module = dispatch._module("triton_attend_latents")
