@@ -1,13 +1,14 @@
 """The fused attention kernel over latents on Hopper: `triton_attend_latents.py` with shared memory, layouts
 and warps in hand.
 
-One program of two warpgroups has 64 query rows. Shared memory holds these, two tiles of 64 tokens, dequantized, and
-the weights of one tile. Both operands of each `wgmma` lie there. Each warpgroup has half of the channels of the output,
-and half of the tokens of the scores. Of the tiles i, i + 1 and i + 2, the first is multiplied by its weights; then the
-second by the queries, while the third takes the place of the first.
+One program of two warpgroups has 64 query rows. Shared memory holds these, two tiles of 64 tokens,
+dequantized, and the weights of one tile. Both operands of each `wgmma` lie there. Each warpgroup has half of
+the channels of the output, and half of the tokens of the scores. Of the tiles i, i + 1 and i + 2, the first
+is multiplied by its weights; then the second by the queries, while the third takes the place of the first.
 
-The codes of a tile are loaded before the products and unpacked after them. The lanes of a warp that store at a time
-have eight tokens, whose rows have different banks. Tokens of the model's dtype (`half`) are copied to shared memory.
+The codes of a tile are loaded before the products and unpacked after them. The lanes of a warp that store at
+a time have eight tokens, whose rows have different banks. Tokens of the model's dtype (`half`) are copied to
+shared memory.
 
 Arguments, partial outputs, order of channels and exponents are those of
 `triton_attend_latents.attend_latents_kernel`."""
@@ -37,8 +38,8 @@ WARPS = gl.constexpr(8)
 
 @gluon.constexpr_function
 def _across(columns: int, each: int):
-    """The layout of `[64, columns]` in which four lanes have a row, `each` elements of it at a time, and eight
-    lanes eight rows."""
+    """The layout of `[64, columns]` in which four lanes have a row, `each` elements of it at a time, and
+    eight lanes eight rows."""
     each = min(each, columns)
     lanes = [[1, 0], [2, 0], [4, 0], *([0, each << i if each << i < columns else 0] for i in range(2))]
     steps = (columns // (4 * each)).bit_length() - 1
@@ -67,9 +68,9 @@ def _places(layout, dim: int):
 
 @gluon.jit
 def _stored(X: gl.constexpr, ONCE: gl.constexpr, D: gl.constexpr, planes, slot, L: gl.constexpr, ARCH: gl.constexpr):
-    """Loads what `_tile` unpacks, of the tokens `slot`, int [T], at `planes` (`page_of`): pairs of words of codes,
-    int32 [T, pairs] in the layout L; pairs of words of high bits likewise, or codes again; scales of groups, or scale
-    and zero of tokens."""
+    """Loads what `_tile` unpacks, of the tokens `slot`, int [T], at `planes` (`page_of`): pairs of words
+    of codes, int32 [T, pairs] in the layout L; pairs of words of high bits likewise, or codes again;
+    scales of groups, or scale and zero of tokens."""
     codes, high, scales = planes
     WORDS: gl.constexpr = D // X.per
     PAIRS: gl.constexpr = WORDS // 2
@@ -89,7 +90,8 @@ def _stored(X: gl.constexpr, ONCE: gl.constexpr, D: gl.constexpr, planes, slot, 
 
 @gluon.jit
 def _scales_of_plane(X: gl.constexpr, WORDS: gl.constexpr, by_group, i: gl.constexpr, like):
-    """Scales of plane `i` of all words, fp16 in the shape and layout of `like`, [T, WORDS], from those of each group."""
+    """Scales of plane `i` of all words, fp16 in the shape and layout of `like`, [T, WORDS], from those of
+    each group."""
     L: gl.constexpr = like.type.layout
     FIRST: gl.constexpr = i * WORDS // X.group
     scale = tl.broadcast_to(gl.convert_layout(by_group[FIRST], gl.SliceLayout(1, L))[:, None], like.shape)
@@ -147,8 +149,8 @@ def _token_of(chosen, place, CHOSEN: gl.constexpr):
 
 @gluon.jit
 def _norm(
-    X: gl.constexpr, D: gl.constexpr, ONCE: gl.constexpr, planes, strides: gl.constexpr, table, chosen, low, high,
-    PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr,
+    X: gl.constexpr, D: gl.constexpr, ONCE: gl.constexpr, planes, strides: gl.constexpr, table, chosen, low,
+    high, PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr,
 ):  # fmt: skip
     """The divisor of the scales and zeros of the tokens from `low` to `high`, as of `triton_tiles._norm`."""
     if X.group > 0 or X.scale == "none":
@@ -181,7 +183,8 @@ def _hides(mask, begin, end, mask_stride):
 
 @gluon.jit
 def _row_of(r, each_query, queries, G: gl.constexpr, CHOSEN: gl.constexpr):
-    """The query rows of the row of the batch that are the rows `r`, int [R], of all blocks; and which there are."""
+    """The query rows of the row of the batch that are the rows `r`, int [R], of all blocks; and which
+    there are."""
     if CHOSEN:
         return gl.minimum(r, G - 1) * queries + each_query % queries, r < G
     else:
@@ -198,7 +201,8 @@ def _factors(factors, row, unit, rope_norm):
 
 @gluon.jit
 def _entries(table, begin, high, row, CHOSEN: gl.constexpr, PAGE: gl.constexpr, BASE: gl.constexpr):
-    """The entries of the pages of the tokens `begin + row`, int [T], below `high`: one, or [T] of chosen tokens."""
+    """The entries of the pages of the tokens `begin + row`, int [T], below `high`: one, or [T] of chosen
+    tokens."""
     if CHOSEN:
         return entry_of(table, gl.minimum(begin + row, high - 1), row >= 0, 1, BASE)
     else:
@@ -207,10 +211,11 @@ def _entries(table, begin, high, row, CHOSEN: gl.constexpr, PAGE: gl.constexpr, 
 
 @gluon.jit
 def _side(
-    X: gl.constexpr, D: gl.constexpr, ONCE: gl.constexpr, head, strides: gl.constexpr, entry, chosen, begin, high, row,
-    PAGE: gl.constexpr, CHOSEN: gl.constexpr,
+    X: gl.constexpr, D: gl.constexpr, ONCE: gl.constexpr, head, strides: gl.constexpr, entry, chosen, begin,
+    high, row, PAGE: gl.constexpr, CHOSEN: gl.constexpr,
 ):  # fmt: skip
-    """Pointers to the planes of the tokens `begin + row`, int [T], below `high`, in their pages `entry`, and their slots."""
+    """Pointers to the planes of the tokens `begin + row`, int [T], below `high`, in their pages `entry`,
+    and their slots."""
     slot = _token_of(chosen, gl.minimum(begin + row, high - 1), CHOSEN) % PAGE
     return page_of(X, D, ONCE, head, strides, entry, 0), slot
 
@@ -239,8 +244,8 @@ def _begun(q, q_rope, k, k_rope, zero):
 
 @gluon.jit
 def _weights(s, factor, m, l, ARCH: gl.constexpr):
-    """The weights of scores `s`, fp32 [R, T], to base 2 once multiplied by `factor`, [R]; the new maximum, [R], and
-    normaliser, [R, 2, 4], one of each thread; and what the sums so far shrink by."""
+    """The weights of scores `s`, fp32 [R, T], to base 2 once multiplied by `factor`, [R]; the new maximum,
+    [R], and normaliser, [R, 2, 4], one of each thread; and what the sums so far shrink by."""
     top = gl.maximum(m, gl.max(s, 1) * factor)
     shrink = exp2(m - top, ARCH)
     w = exp2(s * factor[:, None] - top[:, None], ARCH)
@@ -258,11 +263,11 @@ def _shrunk(acc, shrink):
 @gluon.jit
 def _exact_tiles(
     D: gl.constexpr, P: gl.constexpr, MASK: gl.constexpr, ARCH: gl.constexpr, S_LAYOUT: gl.constexpr,
-    state, shared, factor, latents, latent_stride, ropes, rope_stride, tokens, start, newest, mask, mask_stride,
-    oldest_slot, count,
+    state, shared, factor, latents, latent_stride, ropes, rope_stride, tokens, start, newest, mask,
+    mask_stride, oldest_slot, count,
 ):  # fmt: skip
-    """Adds tokens in the model's dtype to `state`: the `count` of a ring of `tokens` slots from `oldest_slot` on.
-    Other arguments as of `triton_attend_latents._exact_tiles`."""
+    """Adds tokens in the model's dtype to `state`: the `count` of a ring of `tokens` slots from
+    `oldest_slot` on. Other arguments as of `triton_attend_latents._exact_tiles`."""
     m, l, acc = state
     q, q_rope, k, k_rope, weights = shared
     T: gl.constexpr = TILE
@@ -293,18 +298,18 @@ def _exact_tiles(
 
 @gluon.jit(
     do_not_specialize=[
-        "scaling", "n_sinks", "n_quantized", "n_residual", "least", "queries", "table_b", "rows_b", "lengths_b",
-        "mask_b", "mask_q", "mask_t",
+        "scaling", "n_sinks", "n_quantized", "n_residual", "least", "queries", "table_b", "rows_b",
+        "lengths_b", "mask_b", "mask_q", "mask_t",
     ]
 )  # fmt: skip
 def attend_latents_kernel(
-    query, q_latent, q_rope, factors, table, chosen, counts, rows, lengths, k_planes, v_planes, exact, mask, part,
-    query_b, query_h, query_q, table_b, rows_b, lengths_b, exact_strides, mask_b, mask_q, mask_t,
+    query, q_latent, q_rope, factors, table, chosen, counts, rows, lengths, k_planes, v_planes, exact, mask,
+    part, query_b, query_h, query_q, table_b, rows_b, lengths_b, exact_strides, mask_b, mask_q, mask_t,
     scaling, n_sinks, n_quantized, n_residual, least, queries,
     K: gl.constexpr, V: gl.constexpr, D: gl.constexpr, P: gl.constexpr, G: gl.constexpr, PAGE: gl.constexpr,
-    BASE: gl.constexpr, COUNTED: gl.constexpr, K_ONCE: gl.constexpr, V_ONCE: gl.constexpr, k_strides: gl.constexpr,
-    v_strides: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr, ARCH: gl.constexpr, EXACT: gl.constexpr,
-    CHOSEN: gl.constexpr,
+    BASE: gl.constexpr, COUNTED: gl.constexpr, K_ONCE: gl.constexpr, V_ONCE: gl.constexpr,
+    k_strides: gl.constexpr, v_strides: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
+    ARCH: gl.constexpr, EXACT: gl.constexpr, CHOSEN: gl.constexpr,
 ):  # fmt: skip
     """Arguments as of `triton_attend_latents.attend_latents_kernel`."""
     T: gl.constexpr = TILE
@@ -375,13 +380,13 @@ def attend_latents_kernel(
             newest = n_sinks + stored + in_ring - (queries - row % queries)
         x_factor = gl.full([T], 1.0, gl.float32, BY_ROW) * scaling
         state = _exact_tiles(
-            D, P, MASK, ARCH, S_LAYOUT, (m, l, acc), shared, x_factor, exact[0] + b * exact_strides[0], exact_strides[2],
-            exact[1] + b * exact_strides[3], exact_strides[5], n_sinks, 0, newest, mask, mask_t, 0, n_sinks,
+            D, P, MASK, ARCH, S_LAYOUT, (m, l, acc), shared, x_factor, exact[0] + b * exact_strides[0],
+            exact_strides[2], exact[1] + b * exact_strides[3], exact_strides[5], n_sinks, 0, newest, mask, mask_t, 0, n_sinks,
         )  # fmt: skip
         m, l, acc = _exact_tiles(
-            D, P, MASK, ARCH, S_LAYOUT, state, shared, x_factor, exact[2] + b * exact_strides[6], exact_strides[8],
-            exact[3] + b * exact_strides[9], exact_strides[11], n_residual, n_sinks + stored, newest, mask, mask_t,
-            oldest_slot, in_ring,
+            D, P, MASK, ARCH, S_LAYOUT, state, shared, x_factor, exact[2] + b * exact_strides[6],
+            exact_strides[8], exact[3] + b * exact_strides[9], exact_strides[11], n_residual, n_sinks + stored,
+            newest, mask, mask_t, oldest_slot, in_ring,
         )  # fmt: skip
     else:
         length = stored

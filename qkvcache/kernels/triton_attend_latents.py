@@ -336,8 +336,9 @@ CHOSEN_FROM = 4096
 """Tokens of which a program lists those that a query sees."""
 MOST_PARTIAL = 2**28
 """Bytes of partial outputs of queries that read tokens of their own; more queries are divided among launches."""
-MOST_RANK = 512
-"""The most channels of a latent: the outputs of a program are in registers."""
+MOST_RANK, MOST_CHANNELS = 512, 576
+"""The most channels of a latent, since the outputs of a program are in registers, and of a latent and its rotated key,
+since queries and tiles are in shared memory."""
 
 
 def supports(inputs: PagedInputs, query: Tensor, mask: Tensor | None, causal: bool, chosen: int | None = None) -> bool:
@@ -347,7 +348,8 @@ def supports(inputs: PagedInputs, query: Tensor, mask: Tensor | None, causal: bo
     if known is None:
         rank, rope = (x.shape[3] for x in inputs.ring)
         layouts = [layout_of(codec) for codec in inputs.pages.codecs]
-        known = inputs.pages.by_page and not inputs.pages.per_head and all(layouts) and rank <= MOST_RANK
+        known = inputs.pages.by_page and not inputs.pages.per_head and all(layouts)
+        known = known and rank <= MOST_RANK and rank + rope <= MOST_CHANNELS
         known = known and all(map(_in_tiles, layouts, (rank, rope)))
         known = inputs.launches["latents"] = known and not layouts[1].rotated and not layouts[1].centered  # type: ignore[union-attr]
     if not known or query.dtype != inputs.ring[0].dtype or query.dtype not in (torch.float16, torch.bfloat16):
@@ -368,7 +370,7 @@ def _gathers(inputs: PagedInputs, mask: Tensor | None, chosen: int | None) -> bo
 
 def _in_tiles(layout: PackedLayout | None, dim: int) -> bool:
     """Whether tiles can be made of this layout: words of powers of two, in whole groups."""
-    if layout is None or dim & (dim - 1) or dim // layout.per < 8:
+    if layout is None or dim & (dim - 1) or dim < 16 or dim // layout.per < 8:
         return False
     words = dim // layout.per
     return not layout.group or layout.group % words == 0 or words % layout.group == 0
