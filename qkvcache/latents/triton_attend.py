@@ -517,16 +517,16 @@ def chosen_tokens(inputs: PagedInputs, mask: Tensor, queries: int, chosen: int) 
         rows_b=0 if rows is None else rows.stride(0), lengths_b=pages.strides[2],
     )  # fmt: skip
     counted: Any = (index, index) if rows is None else (rows, pages.lengths)  # nothing reads the former
-    launch = _choosing(index.device, pages.page_size, rows is not None)
+    launch = _choosing(index.device, pages.page_size, rows is not None, CHOSEN_FROM)
     launch((-(-region // CHOSEN_FROM), len(index), 1), shown, pages.table, *counted, index, entries, counts, held=(call,))
     return index, entries, counts
 
 
 @functools.lru_cache(maxsize=8)
-def _choosing(device: torch.device, page_size: int, counted: bool) -> Launcher:
+def _choosing(device: torch.device, page_size: int, counted: bool, tokens: int) -> Launcher:
     given = "mask", "table", "rows", "lengths", "index", "entries", "counts"
     held = "mask_b", "mask_q", "mask_t", "table_b", "n_sinks", "n_quantized", "queries", "room", "rows_b", "lengths_b"
-    return Launcher(choose_kernel, device, given, held, PAGE=page_size, COUNTED=counted, N=CHOSEN_FROM, num_warps=16)
+    return Launcher(choose_kernel, device, given, held, PAGE=page_size, COUNTED=counted, N=tokens, num_warps=16)
 
 
 OF_MEANS = "mean", "mean_b", "center", "center_b", "center_h"

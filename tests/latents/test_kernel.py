@@ -139,6 +139,7 @@ def test_chosen_tokens_are_gathered_in_the_kernel(format, count, most, options, 
     """Each query of each row reads others, some of them exact, and a query none that are quantized; two queries a launch."""
     module = dispatch.module(".latents.triton_attend")
     monkeypatch.setattr(module, "MOST_PARTIAL", 2 * 2 * 4 * 2 * 16 * RANK)
+    monkeypatch.setattr(module, "CHOSEN_FROM", 64)  # several programs list them
     read = []
     monkeypatch.setattr(module, "chosen_tokens", lambda *given, of=module.chosen_tokens: read.append(of(*given)) or read[-1])
     held = layer(format, 190 - count, **options)
