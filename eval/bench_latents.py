@@ -41,7 +41,8 @@ from qkvcache.releases import passing
 
 SECTIONS = ("decode", "chosen", "step", "indexed")
 STOCK = "transformers"
-FORMATS = ("int8", "turboquant_4bit_nc", "int4", "nvfp4")
+FORMATS = ("identity", "int8", "turboquant_4bit_nc", "int4", "nvfp4")
+QUANTIZED = FORMATS[1:]
 BACKENDS = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 TOLERANCE = 1e-2
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter has no products of bfloat16
@@ -199,17 +200,17 @@ def cases(args: Namespace) -> Iterator[tuple[dict, Callable[[], dict]]]:
         bench, chosen = Bench(args.tiny, rows, tokens), 16 if args.tiny else 2048
         size = {"what": "chosen", "rows": rows, "tokens": tokens}
         yield size | {"cache": STOCK}, lambda: bench.stock(chosen)
-        for format in FORMATS[:2]:
+        for format in QUANTIZED[:2]:
             for masked in (True, False):
                 case = size | {"cache": format + ", masked" * masked}
                 yield case, lambda format=format, masked=masked: bench.ours(format, chosen, masked)
     if "step" in args.sections:
         tokens = 300 if args.tiny else 4096
-        for name in (STOCK, "identity", *FORMATS):
+        for name in (STOCK, *FORMATS):
             yield {"what": "step", "cache": name, "rows": 1, "tokens": tokens}, lambda name=name: step(args.tiny, name, tokens)
     if "indexed" in args.sections and "deepseek_v32" in CONFIG_MAPPING:
         tokens = 512 if args.tiny else 16384
-        for name in (STOCK, *(f"{format}{masked}" for format in FORMATS[:2] for masked in (", masked", ""))):
+        for name in (STOCK, *(f"{format}{masked}" for format in QUANTIZED[:2] for masked in (", masked", ""))):
             yield {"what": "indexed", "cache": name, "rows": 1, "tokens": tokens}, lambda name=name: indexed_step(args.tiny, name, tokens)
 
 

@@ -26,6 +26,7 @@ os.environ.pop("TRITON_INTERPRET", None)  # before anything imports triton
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from qkvcache.evict import triton_replace, triton_rotate
 from qkvcache.evict import triton_static as triton_evict
@@ -111,7 +112,9 @@ class Job:
 def strides_aligned(name: str) -> bool:
     ends = ("stride_b", "stride_h", "stride_t", "q_stride_q", "strides", "query_b", "query_h", "query_q")
     return (
-        name in ("new", "stored", "planes", "out", "sides", "key", "value") or name.endswith(ends) and not name.startswith(("mask", "out"))
+        name in ("new", "stored", "planes", "out", "sides", "key", "value", "exact")
+        or name.endswith(ends)
+        and not name.startswith(("mask", "out"))
     )
 
 
@@ -179,19 +182,22 @@ def attention_to_latents(format: str, target: str, rows: int = 128, variant: str
     arch = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
     launch = triton_attend_latents.launched(arch, rows)
     job, chosen = attention(format, 512, target, variant.replace("chosen", "")), variant == "chosen"
+    kernel = triton_attend_latents.kernel_of(arch)
     rope = LatentLayer(FORMATS[format], latents=(512, 64)).codecs((512, 64))[1].packed_layout
     assert rope
-    names = {param.name for param in triton_attend_latents.attend_latents_kernel.params}
+    half = rope.kind == "half"
+    names = {param.name for param in kernel.params}
     types = {name: kind for name, kind in job.types.items() if name in names}
-    types |= {"q_latent": "*fp16", "q_rope": "*fp16", "factors": "*fp32", "v_planes": ("*i16", "*i16", "*fp32", "*fp32", "*i16")}
+    types |= dict.fromkeys(("q_latent", "q_rope"), "*bf16" if half else "*fp16") | {"factors": "*fp32"}
+    types |= {"v_planes": ("*bf16" if half else "*i16", "*i16", "*fp32", "*fp32", "*i16")}
     types |= {"chosen": "*i32", "counts": "*i32"}
     constants = {name: x for name, x in job.constants.items() if name in names and name != "chosen"}
     constants |= {"VALUES": Side(rope, 64, False, _strides_of(rope, 64, "bf16")), "G": rows, "R": launch.rows, "T": launch.tile}
     constants |= {"TX": launch.tile // 2, "MASK": chosen or job.constants["MASK"] != "none", "ARCH": arch}
-    constants["CHOSEN"] = int(chosen)
+    constants = {name: x for name, x in (constants | {"CHOSEN": int(chosen)}).items() if name in names}
     name = " ".join(filter(None, [f"latents {format}", variant, f"{rows} rows"]))
     options: dict[str, object] = {"num_warps": launch.warps, "num_stages": 1}
-    return Job(name, triton_attend_latents.attend_latents_kernel, types, constants, target, options, may_spill=True)
+    return Job(name, kernel, types, constants, target, options, may_spill=True)
 
 
 def scoring(format: str, head_dim: int, target: str) -> Job:
@@ -225,6 +231,12 @@ def choosing(blocks: int, target: str) -> Job:
     }
     constants["ARCH"] = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
     return Job(f"choose blocks {blocks}", triton_select_blocks.choose_blocks_kernel, types, constants, target, {"num_warps": 16})
+
+
+def choosing_tokens(target: str) -> Job:
+    types = {"mask": "*u8", "table": "*i64", "entries": "*i64"} | dict.fromkeys(("rows", "lengths", "index", "counts"), "*i32")
+    constants = {"PAGE": PAGE, "COUNTED": True, "N": triton_attend_latents.CHOSEN_FROM}
+    return Job("choose tokens", triton_attend_latents.choose_kernel, types, constants, target, {"num_warps": 16})
 
 
 def fetching(target: str) -> Iterator[Job]:
@@ -457,6 +469,8 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield storing(format, 512, 512, target, heads=1)
             yield attention_to_latents(format, target, variant="" if few else "store")
             yield attention_to_latents(format, target, variant="chosen")
+        yield attention_to_latents("identity", target)
+        yield choosing_tokens(target)
         yield from columns(128, target)
         yield arriving(128, 8, target)
         yield replacing(2048, 8, target)
@@ -514,7 +528,9 @@ def compiled(job: Job):
         for path, kind in _leaves(signature[name], (i,)):
             if kind.startswith("*") or strides_aligned(name) or name == "least":
                 attributes[path] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=job.kernel, signature=signature, constexprs=job.constants, attrs=attributes)
+    source = (GluonASTSource if job.kernel.is_gluon() else ASTSource)(
+        fn=job.kernel, signature=signature, constexprs=job.constants, attrs=attributes
+    )
     return triton.compile(source, target=TARGETS[job.target], options=job.options)
 
 

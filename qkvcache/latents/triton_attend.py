@@ -1,7 +1,7 @@
-"""The fused attention kernel over latents: many query heads over one head whose latents are keys and values at once (`attend_latents.py`).
+"""The fused attention kernel over latents: many query heads over one head whose latents are keys and values at once (`reference.py`).
 
 One program reads one split of the tokens of one sequence for a block of query rows. A tile of latents is dequantized once, to fp16 in
-shared memory, for both products, as in `triton_attend_tiles.py`: it has the order of channels that is described there. Queries are rotated
+shared memory, for both products, as in `triton_tiles.py`: it has the order of channels that is described there. Queries are rotated
 as latents are stored, brought into that order and scaled to fp16 beforehand (`query_kernel`).
 
 Splits of the quantized tokens, and the exact tokens as one more, leave partial outputs that `triton_join.py` joins. All
@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from importlib import import_module
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import JITFunction
 
 from ..formats.base import Codec, PackedLayout
 from ..formats.rotation import rotation_block
-from ..kernels import pages
 from ..kernels.attend.launches import Launch, architecture, split
 from ..kernels.attend.plan import OF_INPUTS, OF_LAYER, Kind, Layer, held_of, layer_of
 from ..kernels.attend.triton_attend import (
@@ -58,6 +60,24 @@ from .reference import LEAST_SAVED
 def _places(layout, dim: int):
     """For divisions of a place in a tile: channels of a word, words, and the places of half a tile."""
     return layout.per, dim // layout.per, dim // 2
+
+
+@triton.jit
+def _loaded(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, planes, slot, ARCH: tl.constexpr):
+    """What is stored of the tokens `slot`, int [T], at `planes`: numbers of `half`, [T, D], or as of `_stored`."""
+    if X.kind == "half":
+        return tl.load((planes[0] + slot * D)[:, None] + tl.arange(0, D)[None, :])
+    else:
+        return _stored(X, ONCE, D, planes, slot, ARCH)
+
+
+@triton.jit
+def _numbers(X: tl.constexpr, D: tl.constexpr, loaded, norm, ARCH: tl.constexpr):
+    """The numbers, [T, D], of what `_loaded` returned; arguments as of `_tile`."""
+    if X.kind == "half":
+        return loaded
+    else:
+        return _tile(X, D, loaded, norm, ARCH)
 
 
 @triton.jit
@@ -113,13 +133,47 @@ def query_kernel(
         center = tl.sum(x * tl.load(mean + row // rows * mean_b + d), 0) * scaling
     largest = tl.maximum(tl.max(tl.abs(x), 0), 1e-30)
     x = tl.load(latent + tl.load(order + d)).to(tl.float32)
-    tl.store(q_latent + row * D + d, (x / largest).to(tl.float16))
+    tl.store(q_latent + row * D + d, (x / largest).to(q_latent.dtype.element_ty))
     tl.store(factors + row * 3, largest * scaling * latent_unit)
     tl.store(factors + row * 3 + 2, center)
     x = tl.load(query + row * query_stride + D + tl.load(rope_order + p)).to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(x), 0), 1e-30)
-    tl.store(q_rope + row * P + p, (x / largest).to(tl.float16))
+    tl.store(q_rope + row * P + p, (x / largest).to(q_rope.dtype.element_ty))
     tl.store(factors + row * 3 + 1, largest * scaling * rope_unit)
+
+
+@triton.jit(do_not_specialize=["mask_b", "mask_q", "table_b", "n_sinks", "n_quantized", "queries", "room", "rows_b", "lengths_b"])
+def choose_kernel(
+    mask, table, rows, lengths, index, entries, counts, mask_b, mask_q, mask_t, table_b, n_sinks, n_quantized, queries, room, rows_b,
+    lengths_b, PAGE: tl.constexpr, COUNTED: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Lists the quantized tokens that a query sees. Grid (parts of N tokens, B * queries).
+
+    mask             uint8 (0: hidden) [B, queries, columns]: mask_b, mask_q, mask_t
+    table, rows, lengths, n_sinks, n_quantized   as of `attend_latents_kernel`
+    index, entries   int32 and as `table` [B * queries, room], contiguous, and counts, int32 [B * queries]: as `chosen_tokens` returns them
+    """
+    part = tl.program_id(0)
+    each_query = tl.program_id(1).to(tl.int64)
+    b = each_query // queries
+    length = n_quantized
+    if COUNTED:
+        length = tl.load(lengths + b * lengths_b)
+        n_sinks = tl.load(rows + b * rows_b + SINKS)
+    mask += b * mask_b + each_query % queries * mask_q + n_sinks * mask_t
+    i = tl.arange(0, N)
+    seen = tl.zeros([N], tl.int32)
+    for at in range(0, part * N, N):
+        seen += tl.load(mask + (at + i) * mask_t, mask=at + i < length, other=0)
+    token = part * N + i
+    shown = tl.load(mask + token * mask_t, mask=token < length, other=0).to(tl.int32)
+    end = tl.cumsum(shown, 0) + tl.sum(seen, 0)
+    listed = (shown != 0) & (end <= room)
+    at = each_query * room + end - 1
+    tl.store(index + at, token, mask=listed)
+    tl.store(entries + at, tl.load(table + b * table_b + token // PAGE, mask=listed), mask=listed)
+    if part == tl.num_programs(0) - 1:
+        tl.store(counts + each_query, tl.minimum(tl.max(end, 0), room))
 
 
 # What changes from step to step, or call to call, must not compile the kernel anew.
@@ -141,7 +195,8 @@ def attend_latents_kernel(
     grid is (splits, blocks of R heads, B * queries), and `part` has B * queries for B.
 
     query          [B, G, queries, D + P] model dtype: query_strides over rows, heads and queries
-    q_latent       fp16 [B, G * queries, D], q_rope fp16 [B, G * queries, P], contiguous: rotated as stored, in the order of tiles
+    q_latent       fp16 (the model's dtype for `half`) [B, G * queries, D], contiguous: rotated as stored, in the order of tiles;
+                   q_rope likewise [B, G * queries, P]
     factors        fp32 [B, G * queries, 3], contiguous: of the scores of both, to base 2, and the product with the mean of latents
     table, rows, lengths, k_planes, v_planes, exact, KEYS, VALUES, PAGES   as of `attend_kernel`, of one head; with `rows`, rows begin with
                    the first token of their pages, and the rings of row `b` are row `b` of the residual
@@ -240,10 +295,10 @@ def attend_latents_kernel(
             page = _page_of_tile(table, low, high, place, UNIT, BASE)
             k_here, v_here = page_of(K, D, K_ONCE, k_head, K_STRIDES, page, 0), page_of(V, P, V_ONCE, v_head, V_STRIDES, page, 0)
             here = _token_of(chosen, place, CHOSEN)
-            stored = (_stored(K, K_ONCE, D, k_here, here % PAGE, ARCH), _stored(V, V_ONCE, P, v_here, here % PAGE, ARCH))
+            stored = (_loaded(K, K_ONCE, D, k_here, here % PAGE, ARCH), _loaded(V, V_ONCE, P, v_here, here % PAGE, ARCH))
             for token in tl.range(low, high, T, num_stages=1):
-                c = _tile(K, D, stored[0], unit, ARCH)
-                rope = _tile(V, P, stored[1], rope_norm, ARCH)
+                c = _numbers(K, D, stored[0], unit, ARCH)
+                rope = _numbers(V, P, stored[1], rope_norm, ARCH)
                 s = tl.dot(q, tl.trans(c), input_precision="ieee") * factor[:, None]
                 s += tl.dot(qr, tl.trans(rope), input_precision="ieee") * rope_factor[:, None] + center[:, None]
                 # The next tile, after the product: until then, the fence that hands tiles to it would wait for these loads.
@@ -252,7 +307,7 @@ def attend_latents_kernel(
                 k_here, v_here = page_of(K, D, K_ONCE, k_head, K_STRIDES, page, 0), page_of(V, P, V_ONCE, v_head, V_STRIDES, page, 0)
                 valid = token + t < high
                 here = _token_of(chosen, place, CHOSEN)
-                stored = (_stored(K, K_ONCE, D, k_here, here % PAGE, ARCH), _stored(V, V_ONCE, P, v_here, here % PAGE, ARCH))
+                stored = (_loaded(K, K_ONCE, D, k_here, here % PAGE, ARCH), _loaded(V, V_ONCE, P, v_here, here % PAGE, ARCH))
                 if MASK and hides:
                     valid = valid & _shown(mask, n_sinks + token + t, mask_t, valid)
                 s = tl.where(valid[None, :], s, float("-inf"))
@@ -261,25 +316,45 @@ def attend_latents_kernel(
         PER: tl.constexpr = _places(K, D)[0]
         WORDS: tl.constexpr = _places(K, D)[1]
         HALF: tl.constexpr = _places(K, D)[2]
-        word = d // (4 * PER) % (WORDS // 8) * 8 + d // HALF * 4 + d // (2 * PER) % 2 * 2 + d % 2
-        place = d // 2 % PER * WORDS + word  # plane after plane, as `reduce_kernel` reads them
+        place = d
+        if K.kind != "half":
+            word = d // (4 * PER) % (WORDS // 8) * 8 + d // HALF * 4 + d // (2 * PER) % 2 * 2 + d % 2
+            place = d // 2 % PER * WORDS + word  # plane after plane, as `reduce_kernel` reads them
         tl.store(out + place[None, :], acc * (unit * (unit_of(K) / _power(K))), mask=live[:, None])
     entry = (panel * splits + split) * R + tl.arange(0, R)
     tl.store(tops + entry * 2, m)
     tl.store(tops + entry * 2 + 1, l)
 
 
+@functools.cache
+def kernel_of(arch: int) -> JITFunction:
+    """The kernel for NVIDIA GPUs of compute capability `arch`, or for others and the interpreter (0). Gluon changes with each release of
+    Triton: a release that the kernel was not tested with uses the other one."""
+    if arch // 10 != 9 or tuple(map(int, triton.__version__.split(".")[:2])) != TESTED:
+        return attend_latents_kernel
+    return import_module("..gluon_attend", __name__).attend_latents_kernel
+
+
+TESTED = 3, 6
+"""The release of Triton that `gluon_attend.py` is for."""
+
+
 def launched(arch: int, rows: int) -> Launch:
-    """The launch for `rows` query rows, on NVIDIA GPUs of compute capability `arch`; 0: on others, and in the interpreter."""
+    """The launch for `rows` query rows, on GPUs as of `kernel_of`."""
+    if kernel_of(arch) is not attend_latents_kernel:
+        return Launch(64, 1, None, 1, 8, 64)
     if arch // 10 in (9, 10):
         return Launch(64, 1, None, 1, 8, 64) if rows > 16 else Launch(64, 1, None, 1, 4, 16)
     return Launch(32, 1, None, 1, 4, 16)
 
 
+CHOSEN_FROM = 4096
+"""Tokens of which a program lists those that a query sees."""
 MOST_PARTIAL = 2**28
 """Bytes of partial outputs of queries that read tokens of their own; more queries are divided among launches."""
-MOST_RANK = 512
-"""The most channels of a latent: the outputs of a program are in registers."""
+MOST_RANK, MOST_CHANNELS = 512, 576
+"""The most channels of a latent, since the outputs of a program are in registers, and of a latent and its rotated key,
+since queries and tiles are in shared memory."""
 
 
 def supports(inputs: PagedInputs, query: Tensor, mask: Tensor | None, causal: bool, chosen: int | None = None) -> bool:
@@ -289,7 +364,8 @@ def supports(inputs: PagedInputs, query: Tensor, mask: Tensor | None, causal: bo
     if known is None:
         rank, rope = (x.shape[3] for x in inputs.ring)
         layouts = [layout_of(codec) for codec in inputs.pages.codecs]
-        known = inputs.pages.by_page and not inputs.pages.per_head and all(layouts) and rank <= MOST_RANK
+        known = inputs.pages.by_page and not inputs.pages.per_head and all(layouts)
+        known = known and rank <= MOST_RANK and rank + rope <= MOST_CHANNELS
         known = known and all(map(_in_tiles, layouts, (rank, rope)))
         known = inputs.launches["latents"] = known and not layouts[1].rotated and not layouts[1].centered  # type: ignore[union-attr]
     if not known or query.dtype != inputs.ring[0].dtype or query.dtype not in (torch.float16, torch.bfloat16):
@@ -310,7 +386,7 @@ def _gathers(inputs: PagedInputs, mask: Tensor | None, chosen: int | None) -> bo
 
 def _in_tiles(layout: PackedLayout | None, dim: int) -> bool:
     """Whether tiles can be made of this layout: words of powers of two, in whole groups."""
-    if layout is None or layout.kind == "half" or dim & (dim - 1) or dim // layout.per < 8:
+    if layout is None or dim & (dim - 1) or dim < 16 or dim // layout.per < 8:
         return False
     words = dim // layout.per
     return not layout.group or layout.group % words == 0 or words % layout.group == 0
@@ -319,9 +395,11 @@ def _in_tiles(layout: PackedLayout | None, dim: int) -> bool:
 @functools.lru_cache(maxsize=32)
 @torch.inference_mode(False)
 def _order(layout: PackedLayout, dim: int, device: torch.device) -> Tensor:
-    """The channel at each place of a tile (`triton_attend_tiles._reordered`), int64 `[D]`."""
+    """The channel at each place of a tile (`triton_tiles._reordered`), int64 `[D]`."""
     eighths = dim // layout.per // 8
     channel = torch.arange(dim, device=device)
+    if layout.kind == "half":
+        return channel
     if layout.group:
         return channel.view(layout.per, eighths, 2, 2, 2).permute(2, 1, 3, 0, 4).flatten()
     return channel.view(eighths, 2, 2, 2, layout.per).permute(1, 0, 2, 4, 3).flatten()
@@ -360,7 +438,7 @@ def attend_latent_pages(
     causal: bool = False,
     chosen: int | None = None,
 ) -> Tensor:
-    """Run `attend_latents.attend_latent_pages` in one pass over the codes; with `chosen`, the most tokens that a query sees under the mask,
+    """Run `reference.attend_latent_pages` in one pass over the codes; with `chosen`, the most tokens that a query sees under the mask,
     over those that it sees."""
     layer, (batch, heads, queries, _), device = layer_of(inputs), query.shape, query.device
     kind, (sinks, region, ring) = layer.kind, inputs.slots
@@ -380,7 +458,8 @@ def attend_latent_pages(
         kind.launches[key] = LatentLaunches(kind, *key[1:])
     launches: LatentLaunches = kind.launches[key]
     means = _means(layer, inputs, queries if gathers else 1)
-    latent, rotated = (torch.empty(batch * rows, dim, dtype=torch.float16, device=device) for dim in (rank, rope))
+    dtype = query.dtype if kind.use.key.kind == "half" else torch.float16
+    latent, rotated = (torch.empty(batch * rows, dim, dtype=dtype, device=device) for dim in (rank, rope))
     factors = torch.empty(batch * rows, 3, dtype=torch.float32, device=device)
     strides = Held(latent_stride=turned.stride(0), query_stride=flat.stride(0), scaling=base2)
     launches.queries((batch * rows, 1, 1), turned, flat, latent, rotated, factors, held=(strides, means))
@@ -397,13 +476,13 @@ def attend_latent_pages(
     )
     entries = panels * splits * launch.rows
     part, tops = (torch.empty(entries * n, dtype=torch.float32, device=device) for n in (rank, 2))
-    shown, masK_STRIDES = empty, (0, 0, 0)
+    shown, mask_strides = empty, (0, 0, 0)
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())].expand(batch, 1, -1, sum(inputs.slots) if mask.shape[-1] == 1 else -1)
-        shown, masK_STRIDES = mask.view(torch.uint8), (mask.stride(0), mask.stride(2), mask.stride(3))
+        shown, mask_strides = mask.view(torch.uint8), (mask.stride(0), mask.stride(2), mask.stride(3))
     call = Held(
-        query_strides=tuple(query.stride()[:3]), table_b=table_b, mask_b=masK_STRIDES[0],
-        mask_q=masK_STRIDES[1], mask_t=masK_STRIDES[2], scaling=base2, n_quantized=region,
+        query_strides=tuple(query.stride()[:3]), table_b=table_b, mask_b=mask_strides[0],
+        mask_q=mask_strides[1], mask_t=mask_strides[2], scaling=base2, n_quantized=region,
     )  # fmt: skip
     held = call, layer.held, held_of(inputs, empty)
     launches.attend((splits, blocks, groups), query, latent, rotated, factors, table, index, counts, shown, part, tops, held=held)
@@ -425,19 +504,29 @@ def _means(layer: Layer, inputs: PagedInputs, queries: int) -> Held:
 
 
 def chosen_tokens(inputs: PagedInputs, mask: Tensor, queries: int, chosen: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The indices in pages of the quantized tokens that each query sees under `mask` `[B, 1, Q, T]`, int32 `[B * Q, N]`, the entries of
-    their pages, and how many there are, int32 `[B * Q]`."""
-    (sinks, region, _), table, rows = inputs.slots, inputs.pages.table, inputs.rows
-    mask = mask[:, 0].expand(len(table), queries, -1)
-    if rows is None:
-        shown = mask[..., sinks : sinks + region]
-    else:
-        place = torch.arange(region, device=mask.device)
-        column = (place + rows[:, pages.SINKS, None].long()).clamp_max(mask.shape[2] - 1)
-        shown = mask.gather(2, column[:, None].expand(-1, queries, -1)) & (place < inputs.pages.lengths[:, None])[:, None]  # type: ignore[index]
-    index = shown.byte().topk(min(chosen, region)).indices  # what is seen, and then others
-    entries = table[:, None].expand(-1, queries, -1).gather(2, index // inputs.pages.page_size)
-    return index.int().flatten(0, 1), entries.flatten(0, 1), shown.sum(-1, dtype=torch.int32).flatten()
+    """The indices in pages of the quantized tokens that each query sees under `mask` `[B, 1, Q, T]`, int32
+    `[B * Q, N]`, the entries of their pages, and how many there are, int32 `[B * Q]`. What follows the last one is
+    not written."""
+    (sinks, region, _), pages, rows = inputs.slots, inputs.pages, inputs.rows
+    shown = mask.expand(len(pages.table), 1, queries, -1).view(torch.uint8)
+    index = shown.new_empty(len(pages.table) * queries, min(chosen, region), dtype=torch.int32)
+    entries, counts = torch.empty_like(index, dtype=pages.table.dtype), index.new_empty(len(index))
+    call = Held(
+        mask_b=shown.stride(0), mask_q=shown.stride(2), mask_t=shown.stride(3), table_b=pages.table.stride(0),
+        n_sinks=sinks, n_quantized=region, queries=queries, room=index.shape[1],
+        rows_b=0 if rows is None else rows.stride(0), lengths_b=pages.strides[2],
+    )  # fmt: skip
+    counted: Any = (index, index) if rows is None else (rows, pages.lengths)  # nothing reads the former
+    launch = _choosing(index.device, pages.page_size, rows is not None, CHOSEN_FROM)
+    launch((-(-region // CHOSEN_FROM), len(index), 1), shown, pages.table, *counted, index, entries, counts, held=(call,))
+    return index, entries, counts
+
+
+@functools.lru_cache(maxsize=8)
+def _choosing(device: torch.device, page_size: int, counted: bool, tokens: int) -> Launcher:
+    given = "mask", "table", "rows", "lengths", "index", "entries", "counts"
+    held = "mask_b", "mask_q", "mask_t", "table_b", "n_sinks", "n_quantized", "queries", "room", "rows_b", "lengths_b"
+    return Launcher(choose_kernel, device, given, held, PAGE=page_size, COUNTED=counted, N=tokens, num_warps=16)
 
 
 OF_MEANS = "mean", "mean_b", "center", "center_b", "center_h"
@@ -460,12 +549,12 @@ class LatentLaunches:
         shared = kind.constants | {"G": heads, "R": launch.rows, "EXACT": bool(exact), "queries": queries}
         given = "query", "q_latent", "q_rope", "factors", "table", "chosen", "counts", "mask", "part", "tops"
         self.attend = Launcher(
-            attend_latents_kernel, device, given, (*OF_LATENTS, *OF_LAYER, *OF_INPUTS), **shared | {"TX": launch.tile // 2},
+            kernel_of(architecture(device)[0]), device, given, (*OF_LATENTS, *OF_LAYER, *OF_INPUTS), **shared | {"TX": launch.tile // 2},
             least=LEAST_SPLIT, T=launch.tile, MASK=not unmasked, CAUSAL=causal and queries > 1, ARCH=architecture(device)[0],
             CHOSEN=int(gathers), num_warps=launch.warps, num_stages=1,
         )  # fmt: skip
         block = rotation_block(rank) if use.key.rotated else 1
-        columns = rank if use.key.rotated else 32
+        columns = rank if use.key.rotated else min(rank, 128)
         self.out_strides = heads * queries * rank, rank, heads * rank, 1
         out_strides = self.out_strides[:3]
         if gathers:  # each query is a row of its own
@@ -473,7 +562,7 @@ class LatentLaunches:
         self.reduce_grid = rows, batch, rank // columns
         self.reduce = Launcher(
             reduce_kernel, device, ("part", "tops", "sinks", "out", "lse"), ("splits", *OF_MEANS),
-            **shared | {"V": use.key, "DV": rank, "queries": queries}, C=columns, S=32, SINKS=False, ITEMS=False, SHARED=0,
+            **shared | {"V": use.key, "DV": rank, "queries": queries}, C=columns, S=8, SINKS=False, ITEMS=False, SHARED=0,
             TURN=block**-0.5, STAGES=block.bit_length() - 1, signs=use.signs, blocks=-(-rows // launch.rows), heads=1, firsts=None,
             shares=None, before=0, branches=1, shared_splits=0, shared_blocks=0, out_strides=out_strides,
             num_warps=4 if use.key.rotated else 1,

@@ -114,7 +114,7 @@ def _norm(
 ):
     """Return the divisor of the scales and zeros of the tokens that are read from `low` to `high`, fp32, at least 1e-30; 1 if fp16
     holds them anyway. `planes`, `strides`: as of `page_of`; `blocks`: those that are read, if BLOCK is not 0."""
-    if X.group > 0:
+    if X.group > 0 or X.scale == "none":
         return 1.0
     else:
         i = tl.arange(0, 4096)

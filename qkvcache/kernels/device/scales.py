@@ -20,11 +20,11 @@ def token_scale(X: tl.constexpr, ONCE: tl.constexpr, scales, slot):
     ONCE. The zero of `hidden` is in codes, that of `pair` in values."""
     if X.scale == "fp32":
         scale = tl.load(scales + slot * (1 - ONCE))
-        zero = tl.zeros_like(scale)
+        zero = tl.where(slot < 0, scale, 0.0)
     elif X.scale == "fp16":  # two tokens to a word, since cp.async copies no less
         word = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot // 2)
         scale = _half(word >> ((slot & 1) * 16))
-        zero = tl.zeros_like(scale)
+        zero = tl.where(slot < 0, scale, 0.0)
     elif X.scale == "pair":
         word = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot)
         scale = _half(word)
