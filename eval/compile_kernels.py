@@ -26,7 +26,6 @@ os.environ.pop("TRITON_INTERPRET", None)  # before anything imports triton
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from qkvcache.evict import triton_replace, triton_rotate
 from qkvcache.evict import triton_static as triton_evict
@@ -182,7 +181,7 @@ def attention_to_latents(format: str, target: str, rows: int = 128, variant: str
     arch = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
     launch = triton_attend_latents.launched(arch, rows)
     job, chosen = attention(format, 512, target, variant.replace("chosen", "")), variant == "chosen"
-    kernel = triton_attend_latents.kernel_of(arch)
+    kernel = triton_attend_latents.attend_latents_kernel
     rope = LatentLayer(FORMATS[format], latents=(512, 64)).codecs((512, 64))[1].packed_layout
     assert rope
     half = rope.kind == "half"
@@ -528,9 +527,7 @@ def compiled(job: Job):
         for path, kind in _leaves(signature[name], (i,)):
             if kind.startswith("*") or strides_aligned(name) or name == "least":
                 attributes[path] = [["tt.divisibility", 16]]
-    source = (GluonASTSource if job.kernel.is_gluon() else ASTSource)(
-        fn=job.kernel, signature=signature, constexprs=job.constants, attrs=attributes
-    )
+    source = ASTSource(fn=job.kernel, signature=signature, constexprs=job.constants, attrs=attributes)
     return triton.compile(source, target=TARGETS[job.target], options=job.options)
 
 

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from importlib import import_module
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import JITFunction
 
 from ..formats.base import Codec, PackedLayout
 from ..formats.rotation import rotation_block
@@ -326,23 +324,8 @@ def attend_latents_kernel(
     tl.store(tops + entry * 2 + 1, l)
 
 
-@functools.cache
-def kernel_of(arch: int) -> JITFunction:
-    """The kernel for NVIDIA GPUs of compute capability `arch`, or for others and the interpreter (0). Gluon changes with each release of
-    Triton: a release that the kernel was not tested with uses the other one."""
-    if arch // 10 != 9 or tuple(map(int, triton.__version__.split(".")[:2])) != TESTED:
-        return attend_latents_kernel
-    return import_module("..gluon_attend", __name__).attend_latents_kernel
-
-
-TESTED = 3, 6
-"""The release of Triton that `gluon_attend.py` is for."""
-
-
 def launched(arch: int, rows: int) -> Launch:
-    """The launch for `rows` query rows, on GPUs as of `kernel_of`."""
-    if kernel_of(arch) is not attend_latents_kernel:
-        return Launch(64, 1, None, 1, 8, 64)
+    """The launch for `rows` query rows, on NVIDIA GPUs of compute capability `arch`; 0: on others, and in the interpreter."""
     if arch // 10 in (9, 10):
         return Launch(64, 1, None, 1, 8, 64) if rows > 16 else Launch(64, 1, None, 1, 4, 16)
     return Launch(32, 1, None, 1, 4, 16)
@@ -549,7 +532,7 @@ class LatentLaunches:
         shared = kind.constants | {"G": heads, "R": launch.rows, "EXACT": bool(exact), "queries": queries}
         given = "query", "q_latent", "q_rope", "factors", "table", "chosen", "counts", "mask", "part", "tops"
         self.attend = Launcher(
-            kernel_of(architecture(device)[0]), device, given, (*OF_LATENTS, *OF_LAYER, *OF_INPUTS), **shared | {"TX": launch.tile // 2},
+            attend_latents_kernel, device, given, (*OF_LATENTS, *OF_LAYER, *OF_INPUTS), **shared | {"TX": launch.tile // 2},
             least=LEAST_SPLIT, T=launch.tile, MASK=not unmasked, CAUSAL=causal and queries > 1, ARCH=architecture(device)[0],
             CHOSEN=int(gathers), num_warps=launch.warps, num_stages=1,
         )  # fmt: skip

@@ -91,7 +91,7 @@ def test_an_interrupted_eviction_is_refused(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("qkvcache.storage.EvictingStorage.evict", interrupt)
+        patch.setattr("qkvcache.evict.storage.EvictingStorage.evict", interrupt)
         forward(network, cache, ids[:, :1])
     with pytest.raises((NotImplementedError, ValueError), match=r"reset\(\)"):
         forward(network, cache, ids[:, :1])
