@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo chat test test-all test-processors test-oldest test-newest test-rooms lint kernels format docs tables families pictures notebooks package bench quality studies clean
+.PHONY: demo chat test test-all test-processors test-oldest test-newest test-rooms test-core lint kernels format docs tables families pictures notebooks package bench quality studies clean
 
 demo: $(VENV)/package
 	$(BIN)/qkvcache demo
@@ -54,6 +54,9 @@ families: $(VENV)/installed
 # rooms, which the date draws.
 test-rooms: $(VENV)/installed
 	$(BIN)/python eval/rooms.py --delete
+
+# The short suite of the core without two rooms, which the date draws.
+test-core: $(VENV)/installed
 	$(BIN)/python eval/rooms.py --tests
 
 lint: $(VENV)/installed
