@@ -50,8 +50,7 @@ test-newest: $(VENV)-newest/installed
 families: $(VENV)/installed
 	$(BIN)/python eval/families.py --check
 
-# Rooms can be deleted: each in a copy, in which everything that is left is linted and collected; and the short suite of the core without two
-# rooms, which the date draws.
+# Rooms can be deleted: each in a copy, in which everything that is left is linted and collected.
 test-rooms: $(VENV)/installed
 	$(BIN)/python eval/rooms.py --delete
 
