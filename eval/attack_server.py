@@ -103,7 +103,7 @@ class Probe(threading.Thread):
 
 
 def statuses(program: Program, *requests: tuple[str, bytes | dict]) -> Counter[str]:
-    """Of requests that ask for one token, unless they say another number."""
+    """The statuses of the answers. A request asks for one token unless it names another number."""
     few = {COMPLETIONS: {"max_tokens": 1}, CHAT: {"max_tokens": 1}, RESPONSES: {"max_output_tokens": 1}}
     bodies = [(path, few.get(path, {}) | body if isinstance(body, dict) else body) for path, body in requests]
     return Counter(str(program.ask(path, body)[0]) for path, body in bodies)

@@ -112,7 +112,7 @@ def post(address: tuple[str, int], body: bytes | dict, leave: bool = False, key:
 
 
 def texts_of(received: bytes, stream: bool) -> list[str]:
-    """Of each choice of an answer."""
+    """The text of each choice of an answer."""
     events = [line.removeprefix("data: ") for line in received.decode().split("\n\n") if line.startswith("data: {")]
     found: dict[int, str] = {}
     for event in map(json.loads, events if stream else [received]):

@@ -20,7 +20,7 @@ Tasks = dict[str, dict[str, dict[str, float]]]
 
 
 def measured(seen: bool = False) -> dict[str, dict[float, Tasks]]:
-    """Of 4,000 tokens, for each policy what was measured at each budget: by task and context."""
+    """For each policy, the results at each budget after 4,000 tokens, by task and context."""
     found: dict[str, dict[float, Tasks]] = {}
     for row in read_rows(RESULTS / "policies.jsonl", "policies_recall_smollm2"):
         if row["tokens"] == 4000 and row["seen"] is seen and row["format"] == "identity":

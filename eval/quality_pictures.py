@@ -82,7 +82,7 @@ def caption(rows: list[dict]) -> str:
 
 
 def too_few(facts: int) -> str:
-    """What so few facts cannot show."""
+    """Says which differences these few facts cannot show."""
     most = percent(share_error(facts / 2, facts))
     return f" {facts} facts decide nothing: a share of them has an error of up to {most}." if facts < FEW else ""
 

@@ -1,4 +1,4 @@
-"""What a cache refuses when it is made, as the features that refuse it say (`qkvcache/caches/refusals.py`).
+"""The options that a cache refuses when it is made, from the refusals that features register (`qkvcache/caches/refusals.py`).
 
 python eval/refusals.py --markdown     the tables of docs/reference/limits.md
 """

@@ -2,7 +2,7 @@
 
 python eval/rooms.py                   the table: lines of each room, lines elsewhere that name it, files that join it to another room
 python eval/rooms.py --markdown        the same for a page
-python eval/rooms.py --delete evict    deletes rooms in copies, one at a time, and there runs ruff, mypy, and pytest's collection
+python eval/rooms.py --delete evict    deletes rooms in copies, one at a time, and there runs ruff and pytest's collection
 python eval/rooms.py --tests           deletes two rooms, which the date draws, and runs the short suite of the core in the copies
 """
 
@@ -132,7 +132,7 @@ def names_of(room: str) -> dict[str, int]:
 
 
 def table() -> list[tuple[str, int, int, int, str]]:
-    """Of each room: its lines, lines of the core and of other rooms that name it, the files in which these are, and what goes with it."""
+    """For each room, its lines, the lines elsewhere that name it, the files of these lines, and the modules that are deleted with it."""
     rows = []
     for room in ROOMS:
         own, named = sum(lines(module) for module in modules() if room_of(module) == room), names_of(room)
