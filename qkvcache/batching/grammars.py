@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 50_000, "step_max_items": 20_000, "verbose_errors": False}
+LIMITS: dict[str, Any] = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 50_000, "step_max_items": 20_000, "verbose_errors": False}
 """Work of llguidance: 20 ms for a schema, some milliseconds for a token. A schema or an answer that takes more fails."""
 
 
