@@ -66,16 +66,20 @@ def quantize_into(pages: Pages, x: Pair, slots: Tensor | int, zones: Sequence[tu
         return
     x = contiguous(x)
     start, table = (slots, pages.table) if isinstance(slots, int) else (0, None)
-    given = (None, 0, 0, 0) if isinstance(slots, int) else (slots, *_slot_strides(slots))
+    given, (slots_b, slots_h, slots_t) = (None, (0, 0, 0)) if isinstance(slots, int) else (slots, _slot_strides(slots))
     planes, constants, grid, warps = launched(pages, x)
     key, value = x
     held = tuple((at, *at.stride(), zone[0].shape[2], *((side, *side.stride()[:3]) for side in zone)) for zone, at in zones)
-    with torch.cuda.device_of(x[0]):
-        _quantize_kernel[grid](
-            key, value, (key.stride()[:3], value.stride()[:3]), planes, held or None, *given, table,
-            0 if table is None else table.stride(0), start, *x[0].shape[2:0:-1], ZONES=len(held), BY_TABLE=table is not None,
-            **constants, num_warps=warps,
-        )  # fmt: skip
+    run = _launcher(
+        _quantize_kernel, key.device, ("key", "value"), (*OF_TOKENS, "slots", "planes", "table", "table_b"),
+        **constants, ZONES=len(held), BY_TABLE=table is not None, num_warps=warps,
+    )  # fmt: skip
+    of_call = Held(
+        new_strides=(key.stride()[:3], value.stride()[:3]), slots_b=slots_b, slots_h=slots_h, slots_t=slots_t, start=start,
+        tokens=key.shape[2], heads=key.shape[1], zones=held or None, slots=given, planes=planes, table=table,
+        table_b=0 if table is None else table.stride(0),
+    )  # fmt: skip
+    run(grid, key, value, held=(of_call,))
 
 
 def _slot_strides(slots: Tensor) -> tuple[int, int, int]:
