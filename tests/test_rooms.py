@@ -13,8 +13,8 @@ CORE_LINES = 16_260
 """Of at most 110 columns. 10,500 is the target."""
 PARAMETERS = 45
 """Of a device function."""
-FIELDS = 17
-"""Of a record of the core. 10 is the target."""
+FIELDS = 10
+"""Of a record of the core."""
 LAZY = {"qkvcache"}
 """Modules of the core that import rooms on first use: the public names."""
 JOINED = {

@@ -18,7 +18,7 @@ from .. import attention, formats, kernels
 from ..formats import FormatByLayer, FormatLike
 from ..formats.base import check_count
 from ..formats.outlying import Int8Keys
-from ..kernels.pages import RunningStep
+from ..kernels.inputs import RunningStep
 from ..layers.compressed import CompressedLayer, rows_of
 from ..layers.static_sliding import StaticSlidingLayer
 from ..releases import CACHE_ARGUMENT, warn_if_newer
@@ -128,10 +128,10 @@ class CompressedCache(DynamicCache):
         """The option for which tensors have fixed addresses."""
         self.skip_layers = skip_layers
         self.attention_budget, self.offload_pages = attention_budget, offload_pages
-        self._attention_budget = option("attention_budget", attention_budget)
+        budget, self._pages = option("attention_budget", attention_budget), {}
         refuse(self)
-        if self._attention_budget is not None:
-            self.format = self.format.in_halves()
+        if budget is not None:
+            self.format, self._pages = self.format.in_halves(), {"new_pages": budget.pages(offload_pages)}
         self._running = RunningStep()
         self._outlying_keys = OutlyingKeys()
         self._maker.prepare()
