@@ -75,7 +75,7 @@ class CompressedCache(DynamicCache):
             on a GPU where choosing takes longer than reading.
         offload_pages: keeps quantized tokens in host memory, and on the GPU what each step reads: what chooses blocks (of 4-bit keys in two
             planes and of `int8` the upper halves), the exact tokens, and the blocks that the last steps read, twice the budget. Needs
-            `attention_budget`.
+            a budget.
         offloading: keeps all layers except the running one in host memory, as DynamicCache does.
 
     Raises:
@@ -443,8 +443,7 @@ class CompressedCache(DynamicCache):
         compressed = sum(isinstance(layer, CompressedLayer) and not isinstance(layer.format, formats.Identity) for layer in self.layers)
         kinds = [getattr(layer, "snapshot_kind", None) for layer in self.layers]
         evicting = sum(kind == "evicting" and i not in self._maker.exact for i, kind in enumerate(kinds))
-        options: dict[str, Any] = {"policy": self.policy, "attention_budget": self.attention_budget}
-        options |= {"offload_pages": True} if self.offload_pages else {}
+        options = {name: getattr(self, name) or None for name in ("policy", "attention_budget", "offload_pages")}
         shown = "".join(f", {name}={x}" for name, x in (options | self._layer_options).items() if x is not None)
         counts = {"compressed": compressed, "evicting": evicting}
         counts = {name: count for name, count in counts.items() if count} or {"compressed": 0}
