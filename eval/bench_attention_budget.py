@@ -24,8 +24,14 @@ from bench_kernels import KNOWN, bf16, code_bytes, payloads, real_payload, sdpa_
 from gpu import device, graph_us, let_go
 from harness import Table, device_name, in_time, parser_of, replace_rows, run_or_show
 
-from qkvcache.kernels import AttentionBudget, attend_pages, pages, split_rows
+from qkvcache.kernels import PagedInputs, Work, attend_pages, split_rows
+from qkvcache.kernels import paged_inputs as columns_of
 from qkvcache.kernels.attend.reference import attend_pages as attend_in_torch
+from qkvcache.kernels.pages import BLOCK
+from qkvcache.select import budget as budgets
+from qkvcache.select.arguments import AttentionBudget
+from qkvcache.select.budget import Budget
+from qkvcache.select.select_blocks import over_blocks
 from qkvcache.select.select_blocks import select_blocks as reference
 from qkvcache.storage.paged import PAGE
 
@@ -40,7 +46,7 @@ SINKS, RING = 4, 65
 """Exact tokens of a request."""
 
 
-def requests(name: str, rows: int, shortest: int, longest: int) -> list[pages.PagedInputs]:
+def requests(name: str, rows: int, shortest: int, longest: int) -> list[PagedInputs]:
     """Requests of a batch, with sinks and rings of their own: the same twice, since they exceed the L2 cache."""
     lengths = [round(shortest * (longest / shortest) ** (i / max(rows - 1, 1))) for i in range(rows)]
     counts = [-(-length // PAGE) for length in lengths]
@@ -48,13 +54,13 @@ def requests(name: str, rows: int, shortest: int, longest: int) -> list[pages.Pa
     table = one.pages.table.new_zeros(rows, max(counts))
     for i, part in enumerate(one.pages.table[0, : sum(counts)].split(counts)):
         table[i, : len(part)] = part
-    columns = torch.zeros(rows, len(pages.COLUMNS), dtype=torch.int32, device=table.device)
-    columns[:, pages.BEGIN] = columns[:, pages.SINKS] = SINKS
-    columns[:, pages.SINK_ROW] = columns[:, pages.RING_ROW] = torch.arange(rows, device=table.device)
-    columns[:, pages.RING_TOKENS], columns[:, pages.LENGTH] = RING, torch.tensor(lengths, device=table.device)
+    columns = torch.zeros(rows, len(columns_of.COLUMNS), dtype=torch.int32, device=table.device)
+    columns[:, columns_of.BEGIN] = columns[:, columns_of.SINKS] = SINKS
+    columns[:, columns_of.SINK_ROW] = columns[:, columns_of.RING_ROW] = torch.arange(rows, device=table.device)
+    columns[:, columns_of.RING_TOKENS], columns[:, columns_of.LENGTH] = RING, torch.tensor(lengths, device=table.device)
     zones = [(bf16(rows, KV_HEADS, n, DIM), bf16(rows, KV_HEADS, n, DIM)) for n in (SINKS, RING)]
-    own = replace(one.pages, table=table, lengths=columns[:, pages.LENGTH])
-    return [pages.PagedInputs(own, *zones, columns, longest, splits=split_rows(own.lengths, longest, KV_HEADS))] * 2
+    own = replace(one.pages, table=table, lengths=columns[:, columns_of.LENGTH])
+    return [PagedInputs(own, *zones, columns, longest, Work(splits=split_rows(own.lengths, longest, KV_HEADS)))] * 2
 
 
 def turn(name: str, rows: int, tokens: int, budget: int, queries: int) -> dict[str, float]:
@@ -62,7 +68,7 @@ def turn(name: str, rows: int, tokens: int, budget: int, queries: int) -> dict[s
     query = bf16(rows, HEADS, queries, DIM)
     sets = [one.paged for one in payloads(name, rows, KV_HEADS, tokens, DIM, (SINKS, RING - 1 + queries))]
     found = {"all_us": graph_us([functools.partial(attend_pages, query, one, causal=True) for one in sets])}
-    few = [replace(one, budget=AttentionBudget(budget), launches=one.launches) for one in sets]
+    few = [one.twin(select=AttentionBudget(budget).select) for one in sets]
     return found | {"whole_us": graph_us([functools.partial(attend_pages, query, one, causal=True) for one in few])}
 
 
@@ -75,15 +81,16 @@ def chain(name: str, rows: int, tokens: int, budget: int, shortest: int | None =
         sets = [one.paged for one in payloads(name, rows, KV_HEADS, tokens, DIM)]
     else:
         sets = requests(name, rows, shortest, tokens)
-    few = [replace(one, budget=AttentionBudget(budget), launches=one.launches) for one in sets]
-    chosen = [replace(one, selection=triton_select_blocks.select_blocks(query, one)) for one in few]
+    few = [one.twin(select=AttentionBudget(budget).select) for one in sets]
+    choose, limit = triton_select_blocks.select_blocks, Budget(budget)
+    chosen = [over_blocks(one, choose(query, one, limit)) for one in sets]
     found = {"all_us": graph_us([functools.partial(attend_pages, query, one) for one in sets])}
-    found["read_us"] = graph_us([functools.partial(attend_pages, query, replace(one, budget=None)) for one in chosen])
-    found["choice_us"] = graph_us([functools.partial(triton_select_blocks.select_blocks, query, one) for one in few])
+    found["read_us"] = graph_us([functools.partial(attend_pages, query, one) for one in chosen])
+    found["choice_us"] = graph_us([functools.partial(choose, query, one, limit) for one in few])
     with mock.patch.object(triton_select_blocks, "_choosing", mock.MagicMock()):
-        found["scores_us"] = graph_us([functools.partial(triton_select_blocks.select_blocks, query, one) for one in few])
+        found["scores_us"] = graph_us([functools.partial(choose, query, one, limit) for one in few])
     found["choice_us"] -= found["scores_us"]
-    with mock.patch.object(pages, "LEAST_SKIPPED", 0):
+    with mock.patch.object(budgets, "LEAST_SKIPPED", 0):
         found["whole_us"] = graph_us([functools.partial(attend_pages, query, one) for one in few])
     return found
 
@@ -98,11 +105,11 @@ def wrong(name: str) -> str:
     found = []
     for rows, one in ((2, real_payload(name, key, value, 4, 96).paged), (4, requests(name, 4, 700, 9000)[0])):
         query = 3 * bf16(rows, HEADS, 1, DIM)
-        inputs = replace(one, budget=AttentionBudget(1024))
-        mine, theirs = triton_select_blocks.select_blocks(query, inputs), reference(query.float(), inputs)
-        exists = torch.arange(mine.blocks.shape[2], device=query.device) * pages.BLOCK < mine.lengths[..., None]
+        limit = Budget(1024)
+        mine, theirs = triton_select_blocks.select_blocks(query, one, limit), reference(query.float(), one, limit)
+        exists = torch.arange(mine.blocks.shape[2], device=query.device) * BLOCK < mine.lengths[..., None]
         same = (mine.blocks[..., None] == theirs.blocks[..., None, :]).any(-1)[exists].float().mean()
-        read = replace(inputs, selection=mine)
+        read = over_blocks(one, mine)
         out, wanted = plan.attend_pages(query, read)[0].float(), attend_in_torch(query.float(), read)[0]
         found.append(f"{same:.4f} of the blocks, output differs by {(out - wanted).norm() / wanted.norm():.1e}")
     return f"{name}: {found[0]}; requests: {found[1]}"

@@ -31,6 +31,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 
 from qkvcache import continuous_batching
 from qkvcache.batching import shares
+from qkvcache.kernels import Work
 from qkvcache.kernels.attend import launches as fused
 from qkvcache.kernels.attend import plan
 from qkvcache.kernels.attend.reference import attend_pages as attend_in_torch
@@ -55,7 +56,7 @@ def branched(name: str, branches: int, shared: int, own: int = OWN, rows: int = 
         inputs = attention_inputs_of(first, pages, recent)
         count, tokens = pages.branches()
         assert (count, tokens) == (branches, shared)
-        inputs.paged = inputs.paged.twin(branches=count, shared=tokens, held={})
+        inputs.paged = inputs.paged.anew(work=Work(None, None, count, tokens))
         found.append(inputs)
     return found
 
@@ -65,7 +66,7 @@ def alone(sets: list) -> list:
     twins = []
     for inputs in sets:
         twin = object.__new__(type(inputs))
-        twin.__dict__ |= inputs.__dict__ | {"paged": inputs.paged.twin(branches=1, shared=0, held={})}
+        twin.__dict__ |= inputs.__dict__ | {"paged": inputs.paged.anew(work=Work())}
         twins.append(twin)
     return twins
 

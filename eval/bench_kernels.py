@@ -30,10 +30,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qkvcache.formats import REGISTRY, Buffer, Codec, HadaQuant, Int8
 from qkvcache.formats.fp8 import ScaledFloat8
+from qkvcache.kernels import AttentionInputs
 from qkvcache.kernels.attend.prefill import prefill_with_lse
 from qkvcache.kernels.attend.reference import attend_observed
 from qkvcache.kernels.host.dispatch import sum_attention
-from qkvcache.kernels.pages import AttentionInputs
 from qkvcache.storage import RowPages, attention_inputs_of
 
 if importlib.util.find_spec("triton"):

@@ -28,11 +28,13 @@ from transformers import PreTrainedModel
 
 from qkvcache import CompressedCache, demo
 from qkvcache.formats import REGISTRY
-from qkvcache.kernels import AttentionBudget, PagedInputs, attend_pages
+from qkvcache.kernels import PagedInputs, attend_pages
 from qkvcache.kernels.pages import BLOCK
 from qkvcache.releases import passing
 from qkvcache.select import fetch_blocks, triton_fetch_blocks, triton_select_blocks
-from qkvcache.storage import RowPages, attention_inputs_of
+from qkvcache.select.arguments import AttentionBudget
+from qkvcache.select.block_cache import BlockCache
+from qkvcache.storage import attention_inputs_of
 
 FORMAT = "turboquant_4bit_nc"
 ROWS, TOKENS, HEADS, KV_HEADS, DIM = 8, 32768, 32, 8, 128
@@ -40,9 +42,9 @@ MISSING, SHARES = 0.1, (0.0, 0.05, 0.1, 0.2, 1.0)
 LONG, WHOLE, ROOM = 1_000_000, 131_072, 100
 
 
-def forget(inputs: PagedInputs, share: float) -> None:
+def forget(cache: BlockCache, share: float) -> None:
     """Empties a share of the slots, so that as many of the chosen blocks are missing."""
-    blocks = inputs.cache.blocks  # type: ignore[union-attr]
+    blocks = cache.blocks
     blocks.masked_fill_(torch.rand(blocks.shape, device=blocks.device) < share, -1)
 
 
@@ -51,8 +53,8 @@ def hits(tokens: int, budget: int, steps: int) -> float:
     model, tokenizer = demo.load()
     seen, place = [], fetch_blocks.place_blocks
 
-    def placed(inputs, selection):
-        slots, missing = place(inputs, selection)
+    def placed(inputs, cache, selection):
+        slots, missing = place(inputs, cache, selection)
         seen.append((int(missing.sum()), int(-(-selection.lengths // BLOCK).sum())))
         return slots, missing
 
@@ -69,23 +71,23 @@ def attention(budget: int) -> Iterator[dict]:
     format, like = REGISTRY[FORMAT], torch.empty(ROWS, KV_HEADS, 0, DIM, device="cuda", dtype=torch.bfloat16)
     query = bf16(ROWS, HEADS, 1, DIM)
     first, recent = ((bf16(ROWS, KV_HEADS, n, DIM), bf16(ROWS, KV_HEADS, n, DIM)) for n in (4, 96))
-    for offloads in (None, AttentionBudget(budget)):
+    for on_host in (False, True):
         let_go()
         before = torch.cuda.memory_allocated()
-        pages = RowPages((format.key, format.value), (like, like), offloads=offloads)
+        pages = AttentionBudget(budget).pages(on_host)((format.key, format.value), (like, like))
         for _ in range(TOKENS // 4096):
             pages.append((bf16(ROWS, KV_HEADS, 4096, DIM), bf16(ROWS, KV_HEADS, 4096, DIM)))
-        inputs: PagedInputs = attention_inputs_of(first, pages, recent, budget=AttentionBudget(budget)).paged
+        inputs: PagedInputs = attention_inputs_of(first, pages, recent).paged
         row = {"bytes": (torch.cuda.memory_allocated() - before) / (ROWS * KV_HEADS * TOKENS)}
-        if offloads is None:
+        if not on_host:
             yield row | {"us": graph_us([functools.partial(attend_pages, query, inputs)])}
-        for share in SHARES if offloads else ():
+        for share in SHARES if on_host else ():
 
-            def step(share: float = share, inputs: PagedInputs = inputs) -> None:
-                forget(inputs, share)
+            def step(share: float = share, inputs: PagedInputs = inputs, cache: BlockCache = pages.cache) -> None:
+                forget(cache, share)
                 attend_pages(query, inputs)
 
-            emptied = graph_us([functools.partial(forget, inputs, share)])
+            emptied = graph_us([functools.partial(forget, pages.cache, share)])
             yield row | {"missing": share, "us": graph_us([step]) - emptied}
         del inputs, pages
 
@@ -95,9 +97,9 @@ def step(model: PreTrainedModel, where: str, budget: int, rows: int, tokens: int
     let_go()
     fetch, select, query = triton_fetch_blocks.fetch_blocks, triton_select_blocks.select_blocks, bf16(rows, HEADS, 1, DIM)
 
-    def fetched(inputs, selection):
-        forget(inputs, MISSING)
-        return fetch(inputs, selection)
+    def fetched(inputs, cache, selection):
+        forget(cache, MISSING)
+        return fetch(inputs, cache, selection)
 
     def selected(_, *args, **options):
         return select(query, *args, **options)

@@ -39,8 +39,10 @@ from qkvcache.kernels.attend.triton_join import reduce_kernel, rotate_kernel
 from qkvcache.kernels.attend.triton_sum_keys import sum_keys_kernel
 from qkvcache.kernels.attend.triton_tiles import attend_tiles_kernel
 from qkvcache.kernels.host.tables import Side
-from qkvcache.kernels.pages import BLOCK, GATHER_TILE, TOGETHER  # noqa: E402
+from qkvcache.kernels.pages import BLOCK  # noqa: E402
 from qkvcache.kernels.store import triton_dequantize, triton_gather, triton_store
+from qkvcache.kernels.store.reference import GATHER_TILE  # noqa: E402
+from qkvcache.kernels.work import TOGETHER  # noqa: E402
 from qkvcache.latents import triton_attend as triton_attend_latents
 from qkvcache.latents.layer import LatentLayer
 from qkvcache.select import triton_fetch_blocks, triton_select_blocks

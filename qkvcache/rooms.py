@@ -5,7 +5,6 @@ The core imports no room. A line of `ROOMS` names a folder; `room.py` in it hold
     KINDS      kinds of layers (`layers/kinds.py`)
     MAKERS     classes that make the layers of a cache, by the option that asks for them (`caches/makers.py`)
     REFUSALS   combinations of options and models that the room does not serve (`caches/refusals.py`)
-    KERNELS    modules with functions that the core's dispatch calls, by the name of the room
     OPTIONS    functions that check and read an option, by its name
     SAVED      classes of options that `CompressedCache.save` writes by name
 """

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from ..kernels import PagedInputs
-from ..kernels.pages import RING_TOKENS, SINKS
+from ..kernels.paged_inputs import RING_TOKENS, SINKS
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias

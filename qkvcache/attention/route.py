@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from ..autocast import with_autocast, without_autocast
-from ..kernels import AttentionInputs, attends_in_tiles, on_triton
+from ..kernels import AttentionInputs, attends_in_tiles, chooses, on_triton
 from ..kernels.attend.chunked import CHUNK_BYTES, attend_chunked, supports
 from .again import notice_again
 from .compressed_kv import CompressedKV, Form, as_the_model_has_them, of_one_update, warn_once
@@ -140,7 +140,7 @@ def path_of(
     paged, queries = attention_inputs.paged, query.shape[2]
     rows = queries * query.shape[1] // attention_inputs.key.shape[1]
     few = rows <= MAX_FUSED_ROWS if on_triton(query.device) else queries <= MAX_QUERIES
-    if few or queries == 1 or (paged is not None and paged.selects(query)):
+    if few or queries == 1 or (paged is not None and chooses(paged, query)):
         return "codes"
     if not supports(query, attention_inputs) or (softcap is not None and implementation not in ("sdpa", NAME)):
         return "dense"
@@ -203,7 +203,7 @@ def _attend(
         if torch.compiler.is_compiling():
             return stock(module, query, key.seen().dense(), value.seen().dense(), mask, *args, **kwargs)
         paged = key.attention_inputs.paged
-        if paged is not None and paged.budget is not None and paged.budget.tokens < paged.max_length:
+        if paged is not None and paged.select is not None and not paged.select.reads_all(paged.max_length):
             warn_once("attention_budget with eager attention: it reads all tokens; use another implementation, such as sdpa")
         return stock(module, query, key.seen(), value.seen(), mask, *args, **kwargs)
     out = _attend_on_codes(implementation, module, query, key, given, mask, kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy
 
-from ..kernels.pages import TOGETHER
+from ..kernels.work import TOGETHER
 from .layout import BlockLayout
 from .rings import Ints
 

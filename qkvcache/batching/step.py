@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ..attention.full import Sequences
-from ..kernels import Splits, split_rows
-from ..kernels.pages import BEGIN, COLUMNS, LENGTH, RING_ROW, RING_START, RING_TOKENS, SINK_ROW, SINKS, TOGETHER, gather_tiles
+from ..kernels import Splits, gather_tiles, split_rows
+from ..kernels.paged_inputs import BEGIN, COLUMNS, LENGTH, RING_ROW, RING_START, RING_TOKENS, SINK_ROW, SINKS
+from ..kernels.work import TOGETHER
 from .layout import BlockLayout
 from .rings import Ints, Rings
 from .shares import shares_of

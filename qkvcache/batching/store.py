@@ -9,9 +9,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..kernels import AttentionBudget, PagedInputs, Pages, Pair, prepare, quantize_into, reads_together
+from ..kernels import PagedInputs, Pages, Pair, Prepared, Work, prepare, quantize_into, reads_together
 from ..kernels.attend.chunked import CHUNK_BYTES
-from ..kernels.pages import LENGTH, WHOLE
+from ..kernels.paged_inputs import LENGTH
 from .layout import BlockLayout
 from .rings import Rings
 from .statistics import Statistics
@@ -45,11 +45,11 @@ class PageStore:
         statistics: Statistics,
         rank: int,
         query_groups: int,
-        budget: AttentionBudget | None = None,
+        budget: Any = None,
     ):
         self.groups, self.rings, self.statistics, self.calibrating = groups, rings, statistics, True
         self.budget, self.reads_few = budget, False
-        """The attention budget, and whether it pays in the latest batch."""
+        """The budget of attention, and whether it pays in the latest batch."""
         self.group_of = {layer: group for group in groups for layer in group.layers}
         layout = groups[0].layout
         like = torch.empty(1, layout.heads, 1, layout.head_dim, dtype=layout.dtype, device=rings.tensor.device)
@@ -73,9 +73,9 @@ class PageStore:
     def inputs(self, layer: int, rows: Rows) -> PagedInputs:
         """The inputs of attention over rows of a layer."""
         pages, sinks = self._pages(layer, rows.table, rows.columns[:, LENGTH])
-        budget = self.budget if self.reads_few and self.group_of[layer].layout.window is None else None
-        options: dict[str, Any] = {"splits": rows.splits, "budget": budget, "launches": self.launches[layer]}
-        return PagedInputs(pages, sinks, self._ring(layer), rows.columns, rows.max_length, **options)
+        select = self.budget.select if self.reads_few and self.group_of[layer].layout.window is None else None
+        work, prepared = Work(splits=rows.splits), Prepared(self.launches[layer])
+        return PagedInputs(pages, sinks, self._ring(layer), rows.columns, rows.max_length, work, select=select, prepared=prepared)
 
     def write(self, layer: int, writes: Sequence[Tensor], x: Pair) -> None:
         """Quantizes keys and values `[1, H, T, D]` into pages, and stores the first and the last tokens in the model's dtype. `writes`: as
@@ -98,7 +98,7 @@ class PageStore:
         group = self.group_of[layer]
         planes, sinks = group.views[layer]
         size = group.layout.page_size
-        return Pages(*group.layout.codecs, [planes], [0], size, self._once[layer], table, lengths), sinks
+        return Pages(group.layout.codecs, [planes], [0], size, self._once[layer], table, lengths), sinks
 
     def _ring(self, layer: int) -> Pair:
         """The rings of a layer, `[F, H, R, D]`."""
@@ -114,9 +114,7 @@ class PageStore:
         if not self.rings.read and (since > before - before % self.rings.slots).any():
             raise RuntimeError("a request has lost the exact tokens of its page to another one: its answer would not be reproducible")
         if self.budget is not None:
-            ends = after[after - before == 1]
-            skipped = ends - numpy.maximum(ends * self.budget.share // WHOLE, self.budget.tokens)
-            self.reads_few = self.budget.pays(int(skipped.clip(0).sum()), self._ring(0)[0])
+            self.reads_few = self.budget.pays_in_rows(after[after - before == 1], self._ring(0)[0])
         for group, lists in zip(self.groups, blocks, strict=True):
             group.tables.forget(rows[since == before])  # they may have belonged to other requests
             table = group.tables.read(rows, lists)

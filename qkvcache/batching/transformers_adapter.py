@@ -30,7 +30,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..formats import Format
-from ..kernels import AttentionBudget
 from ..kernels.attend.chunked import CHUNK_BYTES
 from ..releases import LAST_TESTED, warn_if_newer
 from ..storage.links import links
@@ -294,7 +293,7 @@ class CompressedPagedCache(PagedAttentionCache):
         *,
         num_sink_tokens: int,
         residual_length: int,
-        budget: AttentionBudget | None,
+        budget: Any,
         statistics: Statistics,
         counters: Metrics,
         max_requests: int | None,

@@ -18,7 +18,7 @@ from .. import attention, formats, kernels
 from ..formats import FormatByLayer, FormatLike
 from ..formats.base import check_count
 from ..formats.outlying import Int8Keys
-from ..kernels.pages import RunningStep
+from ..kernels.inputs import RunningStep
 from ..layers.compressed import CompressedLayer, rows_of
 from ..layers.static_sliding import StaticSlidingLayer
 from ..releases import CACHE_ARGUMENT, warn_if_newer
@@ -75,7 +75,7 @@ class CompressedCache(DynamicCache):
             on a GPU where choosing takes longer than reading.
         offload_pages: keeps quantized tokens in host memory, and on the GPU what each step reads: what chooses blocks (of 4-bit keys in two
             planes and of `int8` the upper halves), the exact tokens, and the blocks that the last steps read, twice the budget. Needs
-            `attention_budget`.
+            a budget.
         offloading: keeps all layers except the running one in host memory, as DynamicCache does.
 
     Raises:
@@ -128,10 +128,10 @@ class CompressedCache(DynamicCache):
         """The option for which tensors have fixed addresses."""
         self.skip_layers = skip_layers
         self.attention_budget, self.offload_pages = attention_budget, offload_pages
-        self._attention_budget = option("attention_budget", attention_budget)
+        budget, self._pages = option("attention_budget", attention_budget), {}
         refuse(self)
-        if self._attention_budget is not None:
-            self.format = self.format.in_halves()
+        if budget is not None:
+            self.format, self._pages = self.format.in_halves(), {"new_pages": budget.pages(offload_pages)}
         self._running = RunningStep()
         self._outlying_keys = OutlyingKeys()
         self._maker.prepare()
@@ -443,8 +443,7 @@ class CompressedCache(DynamicCache):
         compressed = sum(isinstance(layer, CompressedLayer) and not isinstance(layer.format, formats.Identity) for layer in self.layers)
         kinds = [getattr(layer, "snapshot_kind", None) for layer in self.layers]
         evicting = sum(kind == "evicting" and i not in self._maker.exact for i, kind in enumerate(kinds))
-        options: dict[str, Any] = {"policy": self.policy, "attention_budget": self.attention_budget}
-        options |= {"offload_pages": True} if self.offload_pages else {}
+        options = {name: getattr(self, name) or None for name in ("policy", "attention_budget", "offload_pages")}
         shown = "".join(f", {name}={x}" for name, x in (options | self._layer_options).items() if x is not None)
         counts = {"compressed": compressed, "evicting": evicting}
         counts = {name: count for name, count in counts.items() if count} or {"compressed": 0}

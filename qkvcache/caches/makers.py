@@ -105,8 +105,7 @@ class LayerMaker:
             **cache._layer_options,
             max_length=cache.max_length,
             compile=cache.compile,
-            attention_budget=cache._attention_budget,
-            offload_pages=cache.offload_pages,
+            **cache._pages,
             **options,
         )
         layer.running = cache._running

@@ -28,7 +28,7 @@ class Bytes:
 @dataclass(frozen=True)
 class Memory(Bytes):
     """Bytes of a cache, counted from its tensors. `dense`: the bytes of all tokens seen in a DynamicCache; `ratio`:
-    `dense / total`; `host`: the part of `total` that `offload_pages` keeps in host memory."""
+    `dense / total`; `host`: the part of `total` of pages in host memory."""
 
     dense: int = 0
     host: int = 0

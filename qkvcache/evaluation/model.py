@@ -76,8 +76,8 @@ class CacheLM(HFLM):
         python -m qkvcache.evaluation run --model qkvcache --model_args pretrained=MODEL,cache=turboquant_4bit_nc --tasks TASKS
 
     Args:
-        cache, policy, budget, recent, head_profile, num_sink_tokens, residual_length, attention_budget,
-            offload_pages: as `CacheSpec` takes them.
+        cache, policy, budget, recent, head_profile, num_sink_tokens, residual_length,
+            attention_budget, offload_pages: as `CacheSpec` takes them.
         scoring: "cached" or "deployed" (see the module's docstring).
         chunk: tokens that are read together after the context; they attend to each other exactly. 1 is decoding. None: 32, and 1 with an
             attention budget, which holds for each token.

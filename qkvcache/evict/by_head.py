@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import AttentionInputs, PagedInputs, Pair, TokenInputs
-from ..kernels.pages import COLUMNS, RING_ROW, RING_START, RING_TOKENS, SINK_ROW, SINKS
+from ..kernels import AttentionInputs, PagedInputs, Pair, Prepared, TokenInputs, Work
+from ..kernels.paged_inputs import COLUMNS, RING_ROW, RING_START, RING_TOKENS, SINK_ROW, SINKS
 from ..storage.storage import sides_of
 from ..storage.tail import TokenFields
 from .eviction import append_and_share
@@ -38,7 +38,7 @@ class StorageByHead(EvictingStorage):
         tail, first = self.tail, self.sinks if sinks is None else sinks
         inputs, counts = self._paged_inputs(1), (first[0].shape[2], self.tokens.length, tail.count)
         if inputs is not None and sinks is not None:
-            inputs = inputs.twin(sinks=sinks, held={})
+            inputs = inputs.anew(sinks=sinks)
         return TokenInputs(partial(sides_of, first, self.tokens, tail.sides, counts, tail.start), inputs, sum(counts))
 
     def attention_inputs(self, sinks: Pair | None = None) -> AttentionInputs:
@@ -64,7 +64,8 @@ class StorageByHead(EvictingStorage):
             self.rows[:, SINK_ROW], self.rows[:, RING_ROW], self.rows[:, SINKS] = row, row, metadata.sinks.sum(-1)
             self.rows[:, RING_START], self.rows[:, RING_TOKENS] = (tail.start + empty) % max(tail.slots, 1), tail.count - empty
         tokens = batch * min(metadata.columns, self.policy.size(self.budget, metadata.columns))
-        return PagedInputs(pages.pages, self.sinks, tail.sides, self.rows, pages.columns, tokens, launches=pages.launches)
+        work, prepared = Work(tokens), Prepared(pages.launches)
+        return PagedInputs(pages.pages, self.sinks, tail.sides, self.rows, pages.columns, work, prepared=prepared)
 
     def _move(self, leaving: Pair, fields: TokenFields, limit: int, row_limits: Tensor | None) -> None:
         metadata, least, most = self.metadata, None, None

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.pages import PagedInputs, quantize_into
+from ..kernels.paged_inputs import PagedInputs
 from ..kernels.segments import Pair
+from ..kernels.store.reference import quantize_into
 
 
 @dataclass(eq=False)

@@ -36,13 +36,14 @@ from ..kernels import (
     PagedInputs,
     Pages,
     Pair,
+    Prepared,
     TokenInputs,
     both,
     differ,
     give_handle,
     launch_of_step,
 )
-from ..kernels.pages import COLUMNS, LENGTH, RING_ROW, RING_START, RING_TOKENS, SINK_ROW
+from ..kernels.paged_inputs import COLUMNS, LENGTH, RING_ROW, RING_START, RING_TOKENS, SINK_ROW
 from ..storage.paged import RowPages
 from ..storage.storage import LayerStorage, attention_inputs_of, extended, sides_of, zone_room
 from ..storage.tail import Tail, TokenFields
@@ -220,8 +221,8 @@ class EvictingStorage(LayerStorage):
                 self.rows[:, SINK_ROW : RING_ROW + 1] = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
                 lengths = torch.full((batch,), self.tokens.length, dtype=torch.int32, device=device)
                 control = torch.tensor([0, 0, 2**31 - 1], dtype=torch.int32, device="cpu").to(device, non_blocking=True)
-            zones, launches = (self.sinks, tail.sides, self.rows), self.tokens.launches
-            self.inputs = PagedInputs(replace(pages, lengths=lengths), *zones, self.tokens.length, control=control, launches=launches)
+            zones, prepared = (self.sinks, tail.sides, self.rows), Prepared(self.tokens.launches)
+            self.inputs = PagedInputs(replace(pages, lengths=lengths), *zones, self.tokens.length, control=control, prepared=prepared)
             self.launch = launch_of_step(self.inputs, both(lambda x: x[:, :, :1], tail.sides))
         key, value = tail.sides
         self.token = *(torch.Size((*x.shape[:2], 1, x.shape[3])) for x in (key, value)), key.dtype, value.dtype
@@ -238,7 +239,7 @@ class EvictingStorage(LayerStorage):
         if inputs is not None:
             inputs = inputs.twin(max_length=self.tokens.length)
         if inputs is not None and sinks is not None:
-            inputs = inputs.twin(sinks=sinks, held={})
+            inputs = inputs.anew(sinks=sinks)
         counts = first[0].shape[2], self.tokens.length, tail.count
         return TokenInputs(partial(sides_of, first, self.tokens, tail.sides, counts, tail.start), inputs, sum(counts))
 
@@ -478,7 +479,7 @@ class EvictingStorage(LayerStorage):
 
     def static_inputs(self, sinks: Pair, ring: Pair) -> AttentionInputs:
         """The inputs of attention over all slots, those without a token too."""
-        paged = PagedInputs(self.tokens.pages, sinks, ring, None, self.slots, launches=self.tokens.launches)
+        paged = PagedInputs(self.tokens.pages, sinks, ring, None, self.slots, prepared=Prepared(self.tokens.launches))
         return AttentionInputs(*sides_of(sinks, self.tokens, ring), paged)
 
     @torch.inference_mode(False)  # tensors made in inference mode cannot be written outside of it

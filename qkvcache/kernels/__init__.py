@@ -9,9 +9,9 @@ from .host.dispatch import (
     attend_pages,
     attends_in_tiles,
     calibrate,
+    chooses,
     compile_step,
     compiles_step,
-    copy_index,
     dense,
     dequantize_pages,
     gather_rows,
@@ -33,13 +33,19 @@ from .host.dispatch import (
     unfold,
 )
 from .host.handles import give_handle
-from .pages import AttentionBudget, AttentionInputs, BlockCache, PagedInputs, Pages, Splits, TokenInputs, both, differ, gather_tiles
+from .inputs import AttentionInputs, TokenInputs
+from .paged_inputs import PagedInputs, Prepared, Select
+from .pages import Pages
 from .segments import (
     Exact,
     KeysOrValues,
     Packed,
     Pair,
     Segment,
+    both,
+    differ,
     pv,
     qk,
 )
+from .store.reference import gather_tiles
+from .work import Splits, Work

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,28 @@ from ..formats.base import Codec, Codes, PackedLayout, QuantizedValues, affine
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values."""
+T = TypeVar("T")
+S = TypeVar("S")
+BLOCK_ELEMENTS = 2**20
+"""Elements that torch quantizes or dequantizes at a time. It bounds temporaries (4 MiB in fp32); on a CPU, smaller
+blocks cost more in calls than they save in cache misses."""
+
+
+def block_of(like: Tensor) -> int:
+    """Tokens of a block of keys or values like `like` `[B, H, T, D]`: a multiple of 64."""
+    batch, heads, _, dim = like.shape
+    return max(BLOCK_ELEMENTS // max(batch * heads * dim, 1) // 64, 1) * 64
+
+
+def both(change: Callable[[T], S], sides: tuple[T, T]) -> tuple[S, S]:
+    """Apply `change` to each of two sides, keys and values."""
+    return change(sides[0]), change(sides[1])
+
+
+def differ(stored: Tensor, given: Tensor) -> bool:
+    """Whether two tensors `[B, H, T, D]` differ in batch, heads, head_dim or dtype."""
+    a, b = stored.shape, given.shape
+    return a[0] != b[0] or a[1] != b[1] or a[3] != b[3] or stored.dtype is not given.dtype
 
 
 @dataclass(frozen=True)

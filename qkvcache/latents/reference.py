@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..formats.base import Codec
 from ..kernels.attend.reference import MASKED_SCORE, apply_mask, mask_slots
-from ..kernels.pages import AttentionInputs, PagedInputs, paged_side
+from ..kernels.inputs import AttentionInputs
+from ..kernels.paged_inputs import PagedInputs, paged_side
 from ..kernels.segments import (
     Exact,
     KeysOrValues,

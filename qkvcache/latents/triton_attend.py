@@ -49,8 +49,9 @@ from ..kernels.attend.triton_tiles import (
 from ..kernels.device.math import MASKED_SCORE
 from ..kernels.device.unpack import unit_of
 from ..kernels.host.launch import Held, Launcher
-from ..kernels.pages import LEAST_SPLIT, PagedInputs
+from ..kernels.paged_inputs import PagedInputs
 from ..kernels.segments import layout_of
+from ..kernels.work import LEAST_SPLIT
 from .reference import LEAST_SAVED
 
 
@@ -187,7 +188,7 @@ def attend_latents_kernel(
     KEYS: tl.constexpr, VALUES: tl.constexpr, PAGES: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr, TX: tl.constexpr,
     MASK: tl.constexpr, CAUSAL: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
-    """Attention of `queries` queries of G heads over sinks, quantized tokens in pages and a residual (`pages.PagedInputs`), split over
+    """Attention of `queries` queries of G heads over sinks, quantized tokens in pages and a residual (`PagedInputs`), split over
     programs. Grid (splits, blocks of R query rows, B); with EXACT, split 0 is that of the exact tokens. Strides are in elements. Channels
     are contiguous. Query row `r` is query `r % queries` of head `r // queries`. With CHOSEN, 1, each query reads tokens of its own: the
     grid is (splits, blocks of R heads, B * queries), and `part` has B * queries for B.
@@ -343,14 +344,14 @@ since queries and tiles are in shared memory."""
 def supports(inputs: PagedInputs, query: Tensor, mask: Tensor | None, causal: bool, chosen: int | None = None) -> bool:
     """Whether the kernel serves these inputs: codes in pages, in fp16 or bf16, under no mask but one that hides columns or, with `chosen`,
     shows at most so many tokens to each query."""
-    known = inputs.launches.get("latents")
+    known = inputs.prepared.of_layer.get("latents")
     if known is None:
         rank, rope = (x.shape[3] for x in inputs.ring)
         layouts = [layout_of(codec) for codec in inputs.pages.codecs]
         known = inputs.pages.by_page and not inputs.pages.per_head and all(layouts)
         known = known and rank <= MOST_RANK and rank + rope <= MOST_CHANNELS
         known = known and all(map(_in_tiles, layouts, (rank, rope)))
-        known = inputs.launches["latents"] = known and not layouts[1].rotated and not layouts[1].centered  # type: ignore[union-attr]
+        known = inputs.prepared.of_layer["latents"] = known and not layouts[1].rotated and not layouts[1].centered  # type: ignore[union-attr]
     if not known or query.dtype != inputs.ring[0].dtype or query.dtype not in (torch.float16, torch.bfloat16):
         return False
     if causal and query.shape[2] > inputs.slots[2]:
@@ -435,7 +436,7 @@ def attend_latent_pages(
         return torch.cat([attend_latent_pages(x, inputs, y, scaling=scaling, chosen=chosen) for x, y in parts], dim=2)
     query = query if query.stride(-1) == 1 else query.contiguous()
     flat = query.reshape(batch * rows, rank + rope)
-    turned = _turned(inputs.pages.key, flat[:, :rank])
+    turned = _turned(inputs.pages.codecs[0], flat[:, :rank])
     key = "latents", query.shape, mask is None, causal, exact, gathers, launch
     if key not in kind.launches:
         kind.launches[key] = LatentLaunches(kind, *key[1:])
@@ -479,11 +480,11 @@ def attend_latent_pages(
 def _means(layer: Layer, inputs: PagedInputs, queries: int) -> Held:
     """The mean of latents; where each of several queries is a row of its own, with the mean of its row."""
     key = "means", queries
-    if key not in inputs.launches:
+    if key not in inputs.prepared.of_layer:
         mean, (mean_b, mean_h) = layer.held.values["k_planes"][3], layer.held.values["mean_strides"]
         center = mean.repeat_interleave(queries, 0) if mean_b and queries > 1 else mean
-        inputs.launches[key] = Held(mean=mean, mean_b=mean_b, center=center, center_b=mean_b, center_h=mean_h)
-    return inputs.launches[key]
+        inputs.prepared.of_layer[key] = Held(mean=mean, mean_b=mean_b, center=center, center_b=mean_b, center_h=mean_h)
+    return inputs.prepared.of_layer[key]
 
 
 def chosen_tokens(inputs: PagedInputs, mask: Tensor, queries: int, chosen: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -546,7 +547,7 @@ class LatentLaunches:
         self.reduce = Launcher(
             reduce_kernel, device, ("part", "tops", "sinks", "out", "lse"), ("splits", *OF_MEANS),
             **shared | {"V": use.key, "DV": rank, "queries": queries}, C=columns, S=8, SINKS=False, ITEMS=False, SHARED=0,
-            TURN=block**-0.5, STAGES=block.bit_length() - 1, signs=use.signs, blocks=-(-rows // launch.rows), heads=1, firsts=None,
+            TURN=block**-0.5, STAGES=block.bit_length() - 1, signs=use.queries.signs, blocks=-(-rows // launch.rows), heads=1, firsts=None,
             shares=None, before=0, branches=1, shared_splits=0, shared_blocks=0, out_strides=out_strides,
             num_warps=4 if use.key.rotated else 1,
         )  # fmt: skip

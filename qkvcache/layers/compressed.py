@@ -22,7 +22,6 @@ from ..autocast import without_autocast
 from ..formats.base import Codec, Format
 from ..formats.outlying import LEAST
 from ..kernels import (
-    AttentionBudget,
     AttentionInputs,
     PagedInputs,
     Pair,
@@ -35,8 +34,10 @@ from ..kernels import (
     step,
     unfold,
 )
-from ..kernels.pages import TOKENS, RunningStep, both, differ
-from ..storage import Storage, attention_inputs_of, check_room
+from ..kernels.inputs import RunningStep
+from ..kernels.paged_inputs import TOKENS
+from ..kernels.segments import both, differ
+from ..storage import RowPages, Storage, attention_inputs_of, check_room
 
 KeysAndValues = tuple[Tensor | CompressedKV, Tensor | CompressedKV]
 """The result of `update`."""
@@ -86,9 +87,7 @@ class CompressedLayer(CacheLayerMixin):
         compile: whether steps of a growing layer can be compiled; with `max_length` they always can. Pages are then added outside of
             compiled code, when masks are made (`reserve`). If masks are made in compiled code too, tokens without room are dropped, and the
             next call outside of it raises ValueError.
-        attention_budget: of quantized tokens that attention of up to 512 queries reads (`select/select_blocks.py`); None: all.
-        offload_pages: quantized tokens lie in host memory, from which the blocks that attention reads are fetched
-            (`select/fetch_blocks.py`).
+        new_pages: makes the pages of its storage, with the arguments of `RowPages`.
     """
 
     is_sliding = False
@@ -111,16 +110,14 @@ class CompressedLayer(CacheLayerMixin):
         residual_length: int = 64,
         max_length: int | None = None,
         compile: bool = False,
-        attention_budget: AttentionBudget | None = None,
-        offload_pages: bool = False,
+        new_pages: Callable[..., RowPages] = RowPages,
     ):
         if max_length is not None:  # the residual must have room for a token
             num_sink_tokens = min(num_sink_tokens, max_length - 1)
             residual_length = min(residual_length, max_length - 1 - num_sink_tokens)
         self.format, self.num_sink_tokens, self.residual_length, self.max_length = format, num_sink_tokens, residual_length, max_length
-        self.attention_budget, self.offload_pages = attention_budget, offload_pages
-        self.running = RunningStep()
-        """The plan of the running step, which the layers of a cache share."""
+        self.new_pages, self.running = new_pages, RunningStep()
+        """`running`: the plan of the running step, which the layers of a cache share."""
         self.made_with, self.chosen = format, False
         """The format before the keys of a text were seen, and whether they chose `format`."""
         self.instead: Callable[[Tensor, Tensor | None], Format | None] | None = None
@@ -193,7 +190,7 @@ class CompressedLayer(CacheLayerMixin):
         """Empty storage for keys and values of the shape, dtype and device of `like`, `[B, H, T, D]` each."""
         codecs = self.codecs((like[0].shape[3], like[1].shape[3]))
         zones = self.num_sink_tokens, self.residual_length
-        return Storage(codecs, like, *zones, self.max_length, self.is_compileable, self.attention_budget, self.offload_pages)
+        return Storage(codecs, like, *zones, self.max_length, self.is_compileable, self.new_pages)
 
     def simulated(self, like: Pair, prompt: int, seq_length: int, query_heads: int) -> Storage:
         """Storage of the size that it has after `seq_length` tokens, of which `prompt` came at once, for planning."""
@@ -371,7 +368,7 @@ class CompressedLayer(CacheLayerMixin):
         if key_states.shape[2] > 1 or self.pending is not None or isinstance(result[0], Tensor):
             return result
         sinks, residual = self.storage.zones()  # type: ignore[union-attr]
-        inputs = attention_inputs_of(sinks, self.storage.tokens, residual, budget=self.attention_budget)  # type: ignore[union-attr]
+        inputs = attention_inputs_of(sinks, self.storage.tokens, residual)  # type: ignore[union-attr]
         return self._compressed(inputs)
 
     @uncompiled("storage is made outside of compiled code: call cache.early_initialization(...) before")
@@ -578,9 +575,9 @@ class CompressedLayer(CacheLayerMixin):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the pages that `offload_pages` keeps in host memory."""
+        """Bytes of the pages in host memory."""
         self.commit()
-        return self.storage.tokens.pool.nbytes if self.offload_pages and self.storage is not None else 0
+        return 0 if self.storage is None else self.storage.tokens.pool.host_nbytes
 
     @property
     def dense_bytes(self) -> int:

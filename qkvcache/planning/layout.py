@@ -51,7 +51,7 @@ def _layer_bytes(layer: object, shape: Shape, dtype: torch.dtype, seq_length: in
         dims = shape.head_dim, shape.value_dim
         like: Any = tuple(torch.empty(rows, shape.heads, 0, dim, dtype=dtype, device="meta") for dim in dims)
         storage = layer.simulated(like, prompt, seq_length, shape.query_heads)
-        return bytes_by_role(storage.tensors()), storage.tokens.pool.nbytes if layer.offload_pages else 0
+        return bytes_by_role(storage.tensors()), storage.tokens.pool.host_nbytes
     token = rows * shape.heads * (shape.head_dim + shape.value_dim) * dtype.itemsize
     exact = 0
     if hasattr(layer, "conv_states"):

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Literal
 
 from ..formats.base import check_count
-from ..kernels import AttentionBudget
-from ..kernels.pages import WHOLE
+from ..storage import RowPages
+from .budget import WHOLE, Budget
+from .dispatch import BlockSelect
+from .host_storage import HostRowPages
 
 LEAST_READ, LEAST_AUTO = 512, 2048
 """The fewest tokens that attention reads under a budget that is a share, and under "auto"."""
+
+
+class AttentionBudget(Budget):
+    """A budget, as caches and batches use it."""
+
+    @functools.cached_property
+    def select(self) -> BlockSelect:
+        """The choice of what attention reads of pages on the device."""
+        return BlockSelect(self)
+
+    def pages(self, on_host: bool) -> Callable[..., RowPages]:
+        """What makes the pages of a layer, in host memory or on the device, with the arguments of `RowPages`."""
+        return functools.partial(HostRowPages, budget=self) if on_host else functools.partial(RowPages, reads=self.select)
 
 
 def budget_of(attention_budget: int | float | Literal["auto"] | None) -> AttentionBudget | None:

@@ -1,4 +1,4 @@
-"""Fetching the chosen blocks of pages in host memory into the device's cache of blocks (`pages.BlockCache`).
+"""Fetching the chosen blocks of pages in host memory into the device's cache of blocks (`block_cache.py`).
 
 Neighbouring steps choose much the same blocks. A block that is in a slot stays there; the others go to the slots that this step does not
 read, in the order of the ring from the hand on. There are slots for twice as many blocks as a step reads, so that what one step leaves out
@@ -12,39 +12,35 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..kernels.pages import BLOCK, BlockCache, PagedInputs, Selection
+from ..kernels.paged_inputs import PagedInputs, Prepared
+from ..kernels.pages import BLOCK
+from .block_cache import BlockCache
+from .selection import ChosenPages, Selection
 
 
-def fetch_blocks(inputs: PagedInputs, selection: Selection) -> PagedInputs:
+def fetch_blocks(inputs: PagedInputs, cache: BlockCache, selection: Selection) -> PagedInputs:
     """Copies the chosen blocks that have no slot into slots. Returns the inputs of attention over the slots of all chosen blocks."""
-    slots, missing = place_blocks(inputs, selection)
+    slots, missing = place_blocks(inputs, cache, selection)
     pages, target = inputs.pages, (slots * BLOCK)[..., None] + torch.arange(BLOCK, device=slots.device)
     source = torch.where(missing, selection.entries.long(), pages.firsts[0]) * pages.page_size
     source = source + selection.blocks.long() * BLOCK % pages.page_size
     target = target.masked_fill(~missing[..., None], -1).flatten(2)
     for side in (0, 1):
-        cache_of(inputs).pages.put(side, target, pages.take(side, source, BLOCK))
-    return over_slots(inputs, replace(selection, entries=slots.to(selection.entries.dtype)))
+        cache.pages.put(side, target, pages.take(side, source, BLOCK))
+    return over_slots(inputs, cache, replace(selection, entries=slots.to(selection.entries.dtype)))
 
 
-def cache_of(inputs: PagedInputs) -> BlockCache:
-    """The cache of the inputs, with their counts of tokens."""
-    cache: BlockCache = inputs.cache  # type: ignore[assignment]
-    cache.pages.lengths = inputs.pages.lengths
-    return cache
-
-
-def over_slots(inputs: PagedInputs, selection: Selection) -> PagedInputs:
+def over_slots(inputs: PagedInputs, cache: BlockCache, selection: Selection) -> PagedInputs:
     """The inputs of attention over a selection whose entries are slots of the cache."""
-    cache = cache_of(inputs)
-    return inputs.twin(selection=selection, pages=cache.pages, cache=None, launches=cache.launches)
+    pages = ChosenPages(cache.pages, selection)
+    pages.lengths = inputs.pages.lengths
+    return inputs.twin(pages=pages, prepared=Prepared(cache.launches))
 
 
-def place_blocks(inputs: PagedInputs, selection: Selection) -> tuple[Tensor, Tensor]:
+def place_blocks(inputs: PagedInputs, cache: BlockCache, selection: Selection) -> tuple[Tensor, Tensor]:
     """Gives each chosen block a slot, and sets the cache accordingly. Returns the slots, int64 `[B, H, N]` over all rows and heads, and
     which blocks must be copied, bool `[B, H, N]`. A block that is not full will change: its slot does not count in the next step."""
-    cache, blocks = cache_of(inputs), selection.blocks
-    held, hands = cache.blocks, cache.hands
+    blocks, held, hands = selection.blocks, cache.blocks, cache.hands
     (batch, heads, count), slots = blocks.shape, held.shape[2]
     chosen = torch.arange(count, device=held.device) < ((selection.lengths + BLOCK - 1) // BLOCK)[..., None]
     same = (held[:, :, None] == blocks[..., None]) & chosen[..., None]

@@ -1,12 +1,10 @@
 """What this room registers with the core (`rooms.py`)."""
 
 from ..caches.refusals import OFFLOAD, Refusal
-from . import dispatch
 from .arguments import budget_of
 
 WISH = "Read the tokens that matter: `attention_budget`"
 
-KERNELS = (("select", dispatch),)
 OPTIONS = (("attention_budget", budget_of),)
 REFUSALS = (
     Refusal(

@@ -16,8 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.attend.reference import MASKED_BELOW, mask_slots
-from ..kernels.pages import BEGIN, BLOCK, WHOLE, PagedInputs, Selection
+from ..kernels.paged_inputs import BEGIN, PagedInputs
+from ..kernels.pages import BLOCK
 from ..kernels.segments import Packed, scores_of_levels
+from .budget import WHOLE, Budget
+from .selection import ChosenPages, Selection
 
 GROUP, SAMPLED = 32, 8
 """The most queries that share a choice, and how many of them weigh the blocks for all: those of a text choose alike."""
@@ -48,6 +51,7 @@ def sampled(x: Tensor) -> Tensor:
 def select_blocks(
     query: Tensor,
     inputs: PagedInputs,
+    budget: Budget,
     mask: Tensor | None = None,
     keys: Iterable[Packed] | None = None,
     *,
@@ -55,7 +59,7 @@ def select_blocks(
     softcap: float | None = None,
     **others: Any,
 ) -> Selection:
-    """The blocks that queries `[B, Hq, Q, D]` read under `inputs.budget`: one choice for all of them in each KV head, which `sampled` make.
+    """The blocks that queries `[B, Hq, Q, D]` read under `budget`: one choice for all of them in each KV head, which `sampled` make.
 
     Args:
         mask: as of `attend_pages`. Tokens that it hides have no weight.
@@ -64,7 +68,12 @@ def select_blocks(
     """
     few, shown = sampled(query), None if mask is None else sampled(mask)
     logits = upper_logits(few, inputs, shown, keys, scaling, softcap)
-    return choose_blocks(block_weights(logits, inputs.ring[0].shape[1]), inputs)
+    return choose_blocks(block_weights(logits, inputs.ring[0].shape[1]), inputs, budget)
+
+
+def over_blocks(inputs: PagedInputs, selection: Selection) -> PagedInputs:
+    """The inputs of attention over chosen blocks."""
+    return inputs.anew(pages=ChosenPages(inputs.pages, selection))
 
 
 def upper_logits(
@@ -75,8 +84,8 @@ def upper_logits(
     batch, query_heads, queries, dim = query.shape
     heads, tokens = inputs.ring[0].shape[1], inputs.max_length
     if keys is None:
-        keys = [Packed(inputs.pages.key, inputs.gather(0)[0], tokens, dim)]
-    rotated = inputs.pages.key.rotate(query.float().mul(dim**-0.5 if scaling is None else scaling).reshape(batch, heads, -1, dim))
+        keys = [Packed(inputs.pages.codecs[0], inputs.pages.read(0, tokens)[0], tokens, dim)]
+    rotated = inputs.pages.codecs[0].rotate(query.float().mul(dim**-0.5 if scaling is None else scaling).reshape(batch, heads, -1, dim))
     parts = [scores_of_levels(rotated, part.levels(upper=True)) for part in keys]
     logits = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
     if softcap is not None:
@@ -84,7 +93,7 @@ def upper_logits(
     logits = logits.view(batch, query_heads, queries, tokens)
     place = torch.arange(tokens, device=query.device)
     places = torch.where(place < _range(inputs)[1][:, None, None], place, -1)
-    return mask_slots(logits, inputs.twin(exact=False).columns(places), mask, False)
+    return mask_slots(logits, inputs.quantized_columns(places), mask, False)
 
 
 def block_weights(logits: Tensor, heads: int) -> Tensor:
@@ -105,14 +114,14 @@ def _range(inputs: PagedInputs) -> tuple[Tensor, Tensor]:
     return inputs.rows[:, BEGIN].long(), inputs.pages.lengths.clamp_max(tokens).long()  # type: ignore[union-attr]
 
 
-def choose_blocks(weights: Tensor, inputs: PagedInputs) -> Selection:
+def choose_blocks(weights: Tensor, inputs: PagedInputs, budget: Budget) -> Selection:
     """The blocks of the largest `weights` `[B, H, N]` that have tokens which are read; of equal ones, the first."""
-    budget, blocks = inputs.budget, weights.shape[2]
-    room = budget.blocks(blocks)  # type: ignore[union-attr]
+    blocks = weights.shape[2]
+    room = budget.blocks(blocks)
     begin, lengths = _range(inputs)
     first, end = begin // BLOCK, (lengths + BLOCK - 1) // BLOCK
     stored = (end - first).clamp_min(0)
-    read = ((budget.share * stored + WHOLE - 1) // WHOLE).clamp_min(-(-budget.tokens // BLOCK)).minimum(stored)  # type: ignore[union-attr]
+    read = ((budget.share * stored + WHOLE - 1) // WHOLE).clamp_min(-(-budget.tokens // BLOCK)).minimum(stored)
     block = torch.arange(blocks, device=weights.device)
     exists = (block >= first[:, None, None]) & (block < end[:, None, None])
     order = weights.masked_fill(~exists, -1).argsort(dim=-1, descending=True, stable=True)[..., :room]

@@ -1,4 +1,4 @@
-"""`fetch_blocks` in two launches, of which one finds the slots and one copies; and copies of the index (`Pages.index`).
+"""`fetch_blocks` in two launches, of which one finds the slots and one copies; and copies of the index (`HostPages`).
 
 The GPU reads host memory by its address, as fast as the bus. A program copies all planes of a block: its loads are under way together,
 since one takes as long as a thousand instructions."""
@@ -17,8 +17,12 @@ from torch import Tensor
 
 from ..formats.base import Codes
 from ..kernels.host.launch import Held, Launcher
-from ..kernels.pages import BLOCK, PagedInputs, Pages, Selection
-from .fetch_blocks import cache_of, over_slots
+from ..kernels.paged_inputs import PagedInputs
+from ..kernels.pages import BLOCK
+from .block_cache import BlockCache
+from .fetch_blocks import over_slots
+from .host_pages import HostPages, index_of
+from .selection import Selection
 
 PROGRAMS = 32
 """Programs that copy blocks for a row and head."""
@@ -33,8 +37,8 @@ def place_blocks_kernel(
 ):  # fmt: skip
     """The slots of chosen blocks, one program for a row and KV head. Grid (B * H).
 
-    blocks, read   `pages.Selection`, `room` blocks            N, S   powers of two, at least `room` and `slots`; STEPS: at least log2(room)
-    kept, hands    `pages.BlockCache`, `slots` slots
+    blocks, read   `Selection`, `room` blocks            N, S   powers of two, at least `room` and `slots`; STEPS: at least log2(room)
+    kept, hands    `BlockCache`, `slots` slots
     entries        int64 or int32 [B * H, room]: the slots over all rows and heads
     missing        int32 [B * H, room]: the places in `blocks` of those that must be copied, `counts` int32 [B * H] of them
     """
@@ -120,7 +124,7 @@ def copy_blocks_kernel(
 
     planes, WORDS, STRIDES, NEAR   as of `_copy_block`, from pages of PAGE tokens to slots; the first from those of the index
     index                    int64 [B, P], entries of the index, BASE being the first page: index_b; read if NEAR
-    blocks, pages            `blocks` and `entries` of a `pages.Selection`, BASE being the first page
+    blocks, pages            `blocks` and `entries` of a `Selection`, BASE being the first page
     missing, counts, entries, room   as of `place_blocks_kernel`
     """
     bh = tl.program_id(1)
@@ -183,12 +187,12 @@ OF_PLACES = "blocks", "read", "lengths", "entries", "missing", "counts"
 OF_COPIES = "blocks", "pages", "missing", "counts", "entries"
 
 
-def fetch_blocks(inputs: PagedInputs, selection: Selection) -> PagedInputs:
+def fetch_blocks(inputs: PagedInputs, cache: BlockCache, selection: Selection) -> PagedInputs:
     """Run `fetch_blocks.fetch_blocks` on the device."""
-    cache, pages, (batch, heads, room) = cache_of(inputs), inputs.pages, selection.blocks.shape
+    pages, (batch, heads, room) = inputs.pages, selection.blocks.shape
     counted, most = inputs.rows is not None, triton.next_power_of_2(room)
     if (counted, most) not in cache.launches:
-        slots, device, index = cache.blocks.shape[2], cache.blocks.device, pages.index
+        slots, device, index = cache.blocks.shape[2], cache.blocks.device, index_of(pages)
         near = {} if index is None else _named(index.planes)  # the bus is slower than the device
         source, target = _named(pages.planes) | near, _named(cache.pages.planes)
         planes = _planes(source, {name: target[name] for name in near | target}) | {"NEAR": len(near)}
@@ -208,13 +212,13 @@ def fetch_blocks(inputs: PagedInputs, selection: Selection) -> PagedInputs:
     place((batch * heads, 1, 1), selection.blocks, selection.lengths, lengths, entries, missing, counts, held=(numbers,))
     grid = min(room, PROGRAMS), batch * heads, 1
     copy(grid, selection.blocks, selection.entries, missing, counts, entries, held=(Held(room=room),))
-    return over_slots(inputs, replace(selection, entries=entries))
+    return over_slots(inputs, cache, replace(selection, entries=entries))
 
 
-def index_of(pages: Pages, tokens: int, begin: int | None) -> Callable[[], None]:
-    """A function that copies tokens into `pages.index`: `tokens` of them from `begin` on; None: the last ones, as the device counts. All
+def copy_index(pages: HostPages, tokens: int, begin: int | None) -> Callable[[], None]:
+    """A function that copies tokens into the index: `tokens` of them from `begin` on; None: the last ones, as the device counts. All
     arguments are prepared."""
-    index: Pages = pages.index  # type: ignore[assignment]
+    index = pages.index
     heads, counted = max(plane.shape[1] for plane in pages.planes[0].values()), begin is None
     lengths: Tensor = pages.lengths if counted else pages.table  # type: ignore[assignment]
     run = Launcher(

@@ -30,9 +30,13 @@ from ..kernels.attend.triton_attend import (
 )
 from ..kernels.device.math import MASKED_SCORE, exp2, log2
 from ..kernels.host.launch import Held, Launcher
-from ..kernels.pages import BLOCK, WHOLE, AttentionBudget, PagedInputs, Pages, Selection
+from ..kernels.paged_inputs import PagedInputs
+from ..kernels.pages import BLOCK, Pages
 from ..kernels.segments import planes_of
 from . import select_blocks as reference
+from .budget import WHOLE, Budget
+from .host_pages import index_of
+from .selection import Selection
 
 TILE, PROGRAMS = 64, 20
 """The launch that scores blocks: tokens of a tile, and programs of a multiprocessor, each of one warp. With 32 query rows and two warps,
@@ -47,7 +51,7 @@ _BLOCK, _WHOLE = tl.constexpr(BLOCK), tl.constexpr(WHOLE)
 
 @triton.jit
 def read_of(stored, tokens, share):
-    """`AttentionBudget.blocks` of `stored` blocks."""
+    """`Budget.blocks` of `stored` blocks."""
     of_share = ((stored.to(tl.int64) * share + _WHOLE - 1) // _WHOLE).to(tl.int32)
     return tl.minimum(tl.maximum(tl.cdiv(tokens, _BLOCK), of_share), stored)
 
@@ -69,7 +73,7 @@ def score_blocks_kernel(
     ITEMS (N, blocks, H) for the N splits of all rows.
 
     scores         fp32 [B * H, room, G * queries]; not written beyond a row's tokens, and for rows that read all blocks
-    tokens, share  `pages.AttentionBudget`                       room       blocks of `n_quantized` tokens
+    tokens, share  `Budget`                                      room       blocks of `n_quantized` tokens
     other arguments   as of `triton_attend.attend_kernel`, of keys
     """
     COUNTED: tl.constexpr = rows is not None
@@ -155,7 +159,7 @@ def choose_blocks_kernel(
     """The blocks of the largest weights, one program for a row and KV head. Grid (B * H).
 
     scores         of `score_blocks_kernel`; `queries`: rows of queries, G * Q; N: a power of two, at least the blocks of a row
-    blocks, entries, read   `pages.Selection`, `chosen_room` blocks
+    blocks, entries, read   `Selection`, `chosen_room` blocks
     """
     bh = tl.program_id(0)
     b = (bh // heads).to(tl.int64)
@@ -207,8 +211,8 @@ def _keys(layer: Layer, pages: Pages) -> tuple[Held, dict[str, Any]]:
     keys, planes = kind.constants["KEYS"], layer.held.values["k_planes"]
     layout, strides = keys.layout, keys.strides
     upper = layout.upper or layout
-    if pages.index is not None:
-        planes = *planes_of(upper, pages.index.planes[0] | pages.statistics[0]), *planes[3:]
+    if (index := index_of(pages)) is not None:
+        planes = *planes_of(upper, index.planes[0] | pages.statistics[0]), *planes[3:]
         strides = plane_strides(planes[:4], keys.once)[:6]
     elif upper is not layout:
         (low, high, *others), strides = planes, (*strides[2:4], *strides[:2], *strides[4:])
@@ -217,10 +221,9 @@ def _keys(layer: Layer, pages: Pages) -> tuple[Held, dict[str, Any]]:
     return held, {"KEYS": replace(keys, layout=upper, strides=strides), "num_stages": stages_of(upper)}
 
 
-def select_blocks(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, **options: Unpack[Options]) -> Selection:
+def select_blocks(query: Tensor, inputs: PagedInputs, budget: Budget, mask: Tensor | None = None, **options: Unpack[Options]) -> Selection:
     """Run `select_blocks.select_blocks` on the device."""
     pages, room, device = inputs.pages, -(-inputs.max_length // BLOCK), query.device
-    budget: AttentionBudget = inputs.budget  # type: ignore[assignment]
     heads, chosen, arch = inputs.ring[0].shape[1], budget.blocks(room), architecture(device)[0]
     shape, rows = (len(query), heads, chosen), query.shape[1] // heads * min(query.shape[2], reference.SAMPLED)
     scores = torch.empty(len(query) * heads * room * rows, dtype=torch.float32, device=device)
@@ -239,23 +242,23 @@ def _score(
     query: Tensor, inputs: PagedInputs, mask: Tensor | None, options: Options, scores: Tensor, rows: int, limits: dict[str, int]
 ) -> None:
     """A launch of `score_blocks_kernel`."""
-    splits, layer = inputs.splits, layer_of(inputs)
+    splits, layer, index = inputs.work.splits, layer_of(inputs), index_of(inputs.pages)
     plan = Plan(query, inputs, mask, options, None, None if splits is None else splits.items)
     launches = plan.launches
     arch, processors = architecture(query.device)
     panels, small = launches.batch * launches.heads, 8 if rows <= 8 and (arch or query.device.type == "cpu") else 16
     row_blocks = -(-rows // small)
     parts = min(max(processors * PROGRAMS // (panels * row_blocks), 1), -(-inputs.max_length // LEAST_SPLIT))
-    key = "index" if inputs.pages.index is not None else "keys"
-    if key not in inputs.launches:
-        inputs.launches[key] = _keys(layer, inputs.pages)
-    keys, constants = inputs.launches[key]
+    key, prepared = "keys" if index is None else "index", inputs.prepared.of_layer
+    if key not in prepared:
+        prepared[key] = _keys(layer, inputs.pages)
+    keys, constants = prepared[key]
     if key not in launches.others:
         sizes = {"R": small, "T": TILE, "num_warps": 1}
         given, of = ("region_query", "scores"), (*OF_KEYS, *OF_LIMITS, "table", "table_b", *OF_INPUTS, *OF_CALL)
         launches.others[key] = Launcher(score_blocks_kernel, query.device, given, of, **launches.fixed | constants | sizes)
     grid = (parts, row_blocks, panels) if splits is None else (len(splits.items), row_blocks, launches.heads)
-    table = (inputs.pages.index or inputs.pages).table
+    table = (index or inputs.pages).table
     of_call = Held(**limits, table=table, table_b=table.stride(0))
     held = keys, of_call, held_of(inputs, layer.kind.empty), plan.held
     launches.others[key](grid, plan.rotated(query), scores, held=held)

@@ -9,10 +9,8 @@ forked share pages until one of them writes.
 from __future__ import annotations
 
 import copy
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -21,10 +19,10 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
-from ..kernels import AttentionBudget, BlockCache, Packed, Pages, Pair, both, copy_index, launch_into, on_triton, quantize_into, quantizes
-from ..kernels.pages import BLOCK, block_of, calibrate
-from ..kernels.segments import join_tokens
-from .pool import Numbers, PageLayout, PagePool, Slab, selected, zeros
+from ..kernels import Packed, Pages, Pair, Select, both, launch_into, on_triton, quantize_into, quantizes
+from ..kernels.segments import block_of, join_tokens
+from ..kernels.store.reference import calibrate
+from .pool import Numbers, PageLayout, PagePool, selected
 
 SIDES = ("key", "value")
 PAGE = 64
@@ -50,26 +48,25 @@ class PagedTokens:
         layout: the layout of a page.
         heads: the heads of each row that have pages of their own, `[H]`, or none, `[]`.
         static: the table keeps its address.
-        on_host: whether pages lie in host memory.
     """
 
     lengths: Tensor | None = None
     """Tokens of each head on the device, int32 `[B, H]`; None if all heads have as many."""
     grows = False
     """Whether pages are added between steps of compiled code."""
+    pool_of = PagePool
+    """The class of the pool."""
 
-    def __init__(self, layout: PageLayout, like: Pair, heads: Sequence[int], static: bool = False, on_host: bool = False):
+    def __init__(self, layout: PageLayout, like: Pair, heads: Sequence[int], static: bool = False):
         self.codecs, self.dims, self.static = layout.codecs, layout.dims, static
         device = like[0].device
-        self.pool = PagePool(layout, device, on_triton(device), on_host)
+        self.pool = self.pool_of(layout, device, on_triton(device))
         self.numbers: Numbers = numpy.full((like[0].shape[0], *heads, 0), -1)
         """Numbers of the pages of each row `[B, W]`, or of each head `[B, H, W]`; -1 for none."""
         self.owned = 0
         """The first column from which no page has other owners."""
         self.table = torch.empty((*self.numbers.shape[:-1], 0), device=device, dtype=torch.int64)
         """The entries of the pages, int64 `[B, C]` or `[B, H, C]`, `C` at least `W`."""
-        self.index_table = self.table
-        """The entries of the pages of the index, if there is one; else `table`."""
         self.has_statistics = any(codec.keeps(dim) for codec, dim in zip(self.codecs, self.dims, strict=True))
         """Whether the codecs keep buffers that all tokens share."""
         self.length = 0
@@ -85,7 +82,7 @@ class PagedTokens:
 
     def __getstate__(self) -> dict:
         """Leaves out what holds addresses."""
-        return {name: x for name, x in self.__dict__.items() if name not in ("pages", "launches", "cache", "bound")}
+        return {name: x for name, x in self.__dict__.items() if name not in ("pages", "launches", "bound")}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__ |= state
@@ -96,12 +93,9 @@ class PagedTokens:
         pool = self.pool
         self.table = self._entered(pool, self.table)
         by_page, size = pool.by_address, pool.layout.page_size
-        self.pages = Pages(*self.codecs, pool.planes(), pool.firsts(), size, self.statistics, self.table, self.lengths, by_page, self.grows)
-        if (index := pool.index) is not None:
-            self.index_table = self._entered(index, self.index_table)
-            self.pages.index = replace(self.pages, slabs=index.planes(), firsts=index.firsts(), table=self.index_table)
+        self.pages = Pages(self.codecs, pool.planes(), pool.firsts(), size, self.statistics, self.table, self.lengths, by_page, self.grows)
         self.launches: dict[Any, Any] = {}
-        """Arguments that kernels reuse, `PagedInputs.launches`."""
+        """Arguments that kernels reuse, `Prepared.of_layer`."""
 
     def _entered(self, pool: PagePool, table: Tensor) -> Tensor:
         """`table` with the entries of the pages in `pool`, or a new one if it does not fit."""
@@ -164,9 +158,8 @@ class PagedTokens:
     def simulate_pages(self, width: int, count: int) -> None:
         """Allocates `count` pages, and a table of `width` columns. For planning, on the meta device: pages have no numbers, of which there
         may be billions."""
-        for pool in filter(None, (self.pool, self.pool.index)) if count else ():
-            data = torch.empty(count * pool.layout.nbytes, dtype=torch.uint8, device="meta")
-            pool.slabs.append(Slab(pool.layout, data, count, 1, 0))
+        if count:
+            self.pool.simulate(count)
             self.table = self._fitted(self.table, width, 0)
 
     # Rows and owners.
@@ -234,7 +227,7 @@ class PagedTokens:
         used = pages[numpy.sort(numpy.unique(pages, return_index=True)[1])]  # in the order of the tables
         held = [self.pool.read(side, used) for side in (0, 1)]
         pool.release(pages)  # a fork without pages keeps the pool
-        self.pool = PagePool(pool.layout, pool.device, pool.by_address, pool.on_host)
+        self.pool = self.pool_of(pool.layout, pool.device, pool.by_address)
         neighbours = self.numbers.ndim == 2 and len(used) == self.numbers.size
         new = self.pool.allocate(*self.numbers.shape if neighbours else (len(used), 1)).ravel()
         place = numpy.full(len(pool.owners), -1)
@@ -251,7 +244,7 @@ class PagedTokens:
     def fork(self) -> PagedTokens:
         """Returns a copy that shares the pages, but not the statistics, which either may compute again."""
         twin = copy.copy(self)
-        twin.numbers, twin.table, twin.index_table = self.numbers.copy(), self.table.clone(), self.index_table.clone()
+        twin.numbers, twin.table = self.numbers.copy(), self.table.clone()
         twin._change_statistics(Tensor.clone)
         self.pool.share(_pages(self.numbers))
         self.owned = twin.owned = self.numbers.shape[-1]
@@ -314,7 +307,7 @@ class PagedTokens:
         """Every live tensor with its role: `codes`, `scales` or `bookkeeping`."""
         yield from self.pool.tensors()
         yield from self.pool.layout.roles(self.statistics)
-        for x in {id(x): x for x in (self.begun, self.table, self.index_table)}.values():
+        for x in (self.begun, self.table):
             if x.numel():
                 yield "bookkeeping", x
 
@@ -326,11 +319,8 @@ class RowPages(PagedTokens):
         per_head: each head has its own copy of buffers that heads could share, since after evictions a slot holds
             another token in each head.
         grows: pages are added between steps of compiled code.
-        offloads: pages lie in host memory, and the device keeps blocks for attention with this budget; None: they lie on the device.
+        reads: chooses what attention reads; None: it reads all tokens.
     """
-
-    cache: BlockCache | None = None
-    """The blocks that the device keeps of pages in host memory, once there may be more tokens than the budget."""
 
     def __init__(
         self,
@@ -339,63 +329,21 @@ class RowPages(PagedTokens):
         per_head: bool = False,
         static: bool = False,
         grows: bool = False,
-        offloads: AttentionBudget | None = None,
+        reads: Select | None = None,
     ):
         key, value = like
         layout = PageLayout(codecs, (key.shape[3], value.shape[3]), key.shape[1], PAGE, key.dtype, per_head)
-        super().__init__(layout, like, (), static, offloads is not None)
-        self.ahead, self.grows, self.offloads = 0, grows, offloads
+        super().__init__(layout, like, (), static)
+        self.ahead, self.grows, self.reads = 0, grows, reads
         """`ahead`: tokens after the stored ones whose codes are written already."""
         self.bind()
 
     def bind(self) -> None:
         super().bind()
-        if self.offloads is not None:
-            self.cache = self._block_cache(self.offloads, self.capacity // BLOCK)
         self.runs: list[Run] | None = None
         """The columns of the table as torch reads them; None: not known yet."""
         self.bound = self.numbers
         """The numbers of the pages that are bound: others after an interruption."""
-
-    def _block_cache(self, budget: AttentionBudget, stored: int) -> BlockCache | None:
-        """The cache of blocks of `stored` ones: the present one, or a new one where it has not slots enough or is for other rows."""
-        layout, cache = replace(self.pool.layout, heads=1, page_size=BLOCK), self.cache
-        read = budget.blocks(stored)
-        if self.grows:  # so that the addresses that are compiled into steps remain
-            read = max(read, budget.blocks(-(-budget.tokens // BLOCK)))
-        elif read == stored and not self.static:
-            return None
-        shape, slots = (len(self.numbers), self.pool.layout.heads), 2 * read if self.grows or not self.static else min(2 * read, stored)
-        if cache is None or cache.blocks.shape[:2] != shape or cache.blocks.shape[2] < (read if budget.share else slots):
-            count = math.prod(shape) * slots
-            planes = layout.views(zeros(count * layout.nbytes, self.pool.device, False), count, step=layout.nbytes)
-            with torch.inference_mode(False):
-                held = torch.full((*shape, slots), -1, dtype=torch.int32, device=self.pool.device)
-                return BlockCache.of(self.pages, planes, held, torch.zeros(shape, dtype=torch.int32, device=self.pool.device))
-        return BlockCache.of(self.pages, cache.pages.slabs[0], cache.blocks, cache.hands)
-
-    def forget(self) -> None:
-        """Empties the cache of blocks: tokens are about to change."""
-        if self.cache is not None:
-            self.cache.blocks.fill_(-1)
-
-    def select(self, rows: Sequence[int]) -> None:
-        pool, cache, before = self.pool, self.cache, len(self.numbers)
-        super().select(rows)
-        if self.pool is not pool:
-            copy_index(self.pages, self.length, 0)
-        if self.cache is None or cache is None or self.cache.blocks.shape[2] != cache.blocks.shape[2]:
-            self.forget()
-            return
-        index = torch.tensor(rows, dtype=torch.int64, device=self.pool.device)
-        for new, old in zip(self.cache.tensors, cache.tensors, strict=True):  # blocks go with their rows
-            new.unflatten(0, (len(rows), -1)).copy_(old.unflatten(0, (before, -1)).index_select(0, index))
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from super().tensors()
-        if self.cache is not None:
-            yield from self.pool.layout.roles(self.cache.pages.slabs[0])
-            yield from (("bookkeeping", x) for x in (self.cache.blocks, self.cache.hands))
 
     @property
     def capacity(self) -> int:
@@ -432,8 +380,6 @@ class RowPages(PagedTokens):
             repeats = -(-missing // added) if length(k - 1) // 8 >= MAX_GROWTH == added else 1  # later additions have the same size
             slots += repeats * added
         self.simulate_pages(slots // PAGE, len(self.numbers) * slots // PAGE)
-        if self.offloads is not None:
-            self.cache = self._block_cache(self.offloads, slots // BLOCK)
         self.length = length(groups)
 
     def replace(self, x: Pair, places: Tensor) -> None:
@@ -518,7 +464,6 @@ class RowPages(PagedTokens):
 
     def truncate(self, length: int) -> None:
         """Keeps the first `length` tokens, and gives back slabs that hold none of them."""
-        self.forget()
         self.length, self.ahead = min(self.length, length), 0
         if self.static or not self.numbers.shape[1]:
             return
@@ -560,7 +505,6 @@ class RowPages(PagedTokens):
                 continue
             for row, numbers in enumerate(self.numbers[:, : -(-tokens // PAGE)]):
                 self.pool.write_row(side, numbers, {name: x[row : row + 1] for name, x in given.items()})
-        copy_index(self.pages, tokens, 0)
         self.length = tokens
 
 

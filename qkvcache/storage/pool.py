@@ -4,8 +4,6 @@ A page is one range of bytes with the planes of keys `[H', PAGE, width]`, then t
 and are counted: a page that several tables name is copied before one of its owners writes (`PagedTokens.own`). A slab
 whose pages are all free is given back.
 
-Pages may lie in host memory. Kernels then have an index on the device, in pages with the same numbers: copies of what each step reads.
-
 Kernels find pages by address. Where torch reads them, the pages of a row in a slab are neighbours instead, plane by plane, so that their
 tokens are a view of each plane.
 """
@@ -24,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
-from ..kernels.pages import index_names
 
 ALIGNMENT = 64
 """The alignment of planes and of pages in bytes. Entries of tables count in this unit where kernels find pages by address."""
@@ -45,7 +42,6 @@ class PageLayout:
         page_size: tokens of a page.
         dtype: the model's dtype.
         per_head: heads have copies of buffers that they could share, since a slot holds another token in each of them.
-        index: pages have the buffers of an index alone (`kernels.Pages.index`).
     """
 
     codecs: tuple[Codec, Codec]
@@ -54,7 +50,10 @@ class PageLayout:
     page_size: int
     dtype: torch.dtype
     per_head: bool = False
-    index: bool = False
+
+    def keeps(self, side: int, name: str) -> bool:
+        """Whether pages have the buffer of keys (`side` 0) or values (1)."""
+        return True
 
     @property
     def planes(self) -> tuple[Plane, ...]:
@@ -102,19 +101,24 @@ class Plane(NamedTuple):
 def _planes(layout: PageLayout) -> tuple[Plane, ...]:
     found, at = list[Plane](), 0
     for side, (codec, dim) in enumerate(zip(layout.codecs, layout.dims, strict=True)):
-        only = index_names(codec, dim) if side == 0 else ()
         for buffer in codec.buffers(dim):
-            if buffer.tokens == "each" and (not layout.index or buffer.name in only):
+            if buffer.tokens == "each" and layout.keeps(side, buffer.name):
                 heads = layout.heads if layout.per_head or buffer.heads == "each" else 1
                 found.append(Plane(side, buffer.name, buffer.dtype or layout.dtype, heads, buffer.width, at))
                 at += aligned(heads * layout.page_size * buffer.width * found[-1].dtype.itemsize, ALIGNMENT)
     return tuple(found)
 
 
+@torch.inference_mode(False)  # tensors made in inference mode cannot be written outside of it
+def zeros(nbytes: int, device: torch.device) -> Tensor:
+    """Zeros, uint8 `[nbytes]`."""
+    return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+
 @dataclass(eq=False)
 class Slab:
     """One allocation of `groups` groups of `neighbours` pages each; its pages have the numbers from `first` on. `step`: as in
-    `PageLayout.views`. `on_host`: it is in host memory. `address`: where it begins, in units of ALIGNMENT bytes."""
+    `PageLayout.views`. `address`: where it begins, in units of ALIGNMENT bytes."""
 
     layout: PageLayout
     data: Tensor
@@ -122,7 +126,7 @@ class Slab:
     neighbours: int
     first: int
     step: int | None = None
-    on_host: bool = False
+    zeros = staticmethod(zeros)
 
     def __post_init__(self) -> None:
         self.end = self.first + self.groups * self.neighbours
@@ -142,11 +146,10 @@ class Slab:
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__ |= state
-        held = self.data if not self.on_host else zeros(len(self.data), self.data.device, True).copy_(self.data)
-        self.place(held)
+        self.place(self.data)
 
     def __deepcopy__(self, memo: dict) -> Slab:
-        return replace(self, data=zeros(len(self.data), self.data.device, self.on_host).copy_(self.data))
+        return replace(self, data=self.zeros(len(self.data), self.data.device).copy_(self.data))
 
 
 class PagePool:
@@ -154,13 +157,13 @@ class PagePool:
 
     Args:
         by_address: kernels read and write the pages.
-        on_host: pages lie in host memory, and on the device an index.
     """
 
-    def __init__(self, layout: PageLayout, device: torch.device, by_address: bool, on_host: bool = False):
-        self.layout, self.device, self.by_address, self.on_host = layout, device, by_address, on_host
-        indexed = on_host and (by_address or device.type == "meta")  # which is for planning
-        self.index = PagePool(replace(layout, index=True), device, True) if indexed else None
+    slab = Slab
+    """The class of slabs."""
+
+    def __init__(self, layout: PageLayout, device: torch.device, by_address: bool):
+        self.layout, self.device, self.by_address = layout, device, by_address
         self.slabs: list[Slab] = []
         self.owners = numpy.zeros(0, numpy.int32)
         """Owners of each page, by number."""
@@ -197,10 +200,8 @@ class PagePool:
         if not count:
             return numpy.zeros((groups, neighbours), numpy.int64)
         shape = (count, 1) if self.by_address else (groups, neighbours)
-        data = zeros(count * self.layout.nbytes, self.device, self.on_host)
-        self.slabs.append(Slab(self.layout, data, *shape, first, self.layout.nbytes if self.by_address else None, self.on_host))
-        if self.index is not None:
-            self.index.allocate(groups, neighbours)
+        data = self.slab.zeros(count * self.layout.nbytes, self.device)
+        self.slabs.append(self.slab(self.layout, data, *shape, first, self.layout.nbytes if self.by_address else None))
         self.owners = numpy.concatenate([self.owners, numpy.ones(count, numpy.int32)])
         return numpy.arange(first, first + count).reshape(groups, neighbours)
 
@@ -228,9 +229,7 @@ class PagePool:
 
     def trim(self) -> None:
         """Gives back slabs whose pages have no owner."""
-        for pool in (self, self.index):
-            if pool is not None:
-                pool.slabs = [slab for slab in pool.slabs if self.owners[slab.first : slab.end].any()]
+        self.slabs = [slab for slab in self.slabs if self.owners[slab.first : slab.end].any()]
 
     @property
     def capacity(self) -> int:
@@ -239,15 +238,23 @@ class PagePool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slabs, without the index."""
+        """Bytes of the slabs."""
         return sum(slab.data.nbytes for slab in self.slabs)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of the slabs in host memory."""
+        return 0
+
+    def simulate(self, count: int) -> None:
+        """Adds a slab of `count` pages, which have no numbers: there may be billions. For planning."""
+        data = torch.empty(count * self.layout.nbytes, dtype=torch.uint8, device="meta")
+        self.slabs.append(self.slab(self.layout, data, count, 1, 0))
 
     def copy(self, source: Numbers, target: Numbers) -> None:
         """Copies pages `[N]` to others."""
         for side in dict.fromkeys(plane[0] for plane in self.layout.planes):
             self.write(side, target, self.read(side, source))
-        if self.index is not None:
-            self.index.copy(source, target)
 
     def read(self, side: int, numbers: Numbers) -> Codes:
         """Copies of the planes of keys (`side` 0) or values (1) of pages `[N]`: `[N, H', PAGE, width]`."""
@@ -300,29 +307,8 @@ class PagePool:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every plane with its role, `codes` or `scales`."""
-        for slab in (*self.slabs, *(() if self.index is None else self.index.slabs)):
+        for slab in self.slabs:
             yield from self.layout.roles(slab.planes)
-
-
-class _Bytes:
-    """A tensor of bytes in host memory, for `torch.as_tensor` on a GPU, which keeps it."""
-
-    def __init__(self, x: Tensor):
-        self.x = x
-        self.__cuda_array_interface__ = {"shape": tuple(x.shape), "typestr": "|u1", "data": (x.data_ptr(), False), "version": 2}
-
-
-@torch.inference_mode(False)  # tensors made in inference mode cannot be written outside of it
-def zeros(nbytes: int, device: torch.device, on_host: bool) -> Tensor:
-    """Zeros, uint8 `[nbytes]`, on `device`; with `on_host`, in locked (pinned) host memory, as a tensor of the GPU, whose operations on it
-    are as slow as the bus. Raises NotImplementedError if `device` has other addresses for host memory."""
-    if not on_host or device.type != "cuda":
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    held = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    found = torch.as_tensor(_Bytes(held), device=device)
-    if found.data_ptr() != held.data_ptr():
-        raise NotImplementedError(f"offload_pages on {device}, which cannot read host memory by its address: leave it out")
-    return found
 
 
 def selected(x: Tensor, index: Tensor, in_place: bool) -> Tensor:

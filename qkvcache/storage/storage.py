@@ -27,20 +27,22 @@ from torch import Tensor
 
 from ..formats.base import Codec
 from ..kernels import (
-    AttentionBudget,
     AttentionInputs,
     Exact,
     KeysOrValues,
     PagedInputs,
     Pair,
+    Prepared,
     Segment,
     TokenInputs,
+    Work,
     both,
     dense,
     give_handle,
     launch_of_step,
 )
-from ..kernels.pages import COLUMNS, CONTROL, DROPPED, LENGTH, RING_ROW, ROOM, SINK_ROW, SINKS, TOKENS, block_of
+from ..kernels.paged_inputs import COLUMNS, CONTROL, DROPPED, LENGTH, RING_ROW, ROOM, SINK_ROW, SINKS, TOKENS
+from ..kernels.segments import block_of
 from .paged import GROUP, PAGE, SIDES, RowPages
 from .pool import selected
 from .tail import in_order
@@ -177,8 +179,7 @@ class Storage(LayerStorage):
     Args:
         max_length: the most tokens; room for all is allocated at once. None: storage grows by pages.
         static: tensors keep their addresses, which compiled code needs; pages can still be added.
-        budget: of quantized tokens that attention reads; None: all.
-        offload_pages: pages lie in host memory.
+        new_pages: makes the pages, with the arguments of `RowPages`.
     """
 
     tokens: RowPages
@@ -195,10 +196,9 @@ class Storage(LayerStorage):
         residual_length: int,
         max_length: int | None = None,
         static: bool = False,
-        budget: AttentionBudget | None = None,
-        offload_pages: bool = False,
+        new_pages: Callable[..., RowPages] = RowPages,
     ):
-        self.max_length, self.num_sink_tokens, self.budget = max_length, num_sink_tokens, budget
+        self.max_length, self.num_sink_tokens = max_length, num_sink_tokens
         self.static = static or max_length is not None
         self.columns = PAGE if max_length is None else max_length
         """Columns of a mask: the most tokens before the host makes room again."""
@@ -214,8 +214,7 @@ class Storage(LayerStorage):
             self._grow(like[0].shape[2])
             self.control = torch.zeros(len(CONTROL), dtype=torch.int32, device=device)
             self.rows = torch.zeros(batch, len(COLUMNS), dtype=torch.int32, device=device)
-        offloads = budget if offload_pages else None
-        self.tokens = RowPages(codecs, like, static=self.static, grows=self.static and max_length is None, offloads=offloads)
+        self.tokens = new_pages(codecs, like, static=self.static, grows=self.static and max_length is None)
         self.reset_counts()
         slots = self.overflow(like[0].shape[2]) if max_length is None else max(max_length - num_sink_tokens - self.slots, 0)
         if slots and device.type == "meta":  # for planning: there may be billions of pages
@@ -240,10 +239,8 @@ class Storage(LayerStorage):
         bound = self.columns if self.max_length is None else self.tokens.capacity
         pages = replace(self.bound, lengths=self.rows[:, LENGTH])
         zones = self.sinks, self.residual, self.rows
-        cache, launches, (branches, shared) = self.tokens.cache, self.tokens.launches, self.tokens.branches()
-        self.inputs = PagedInputs(
-            pages, *zones, bound, control=self.control, budget=self.budget, cache=cache, branches=branches, shared=shared, launches=launches
-        )
+        work, prepared = Work(None, None, *self.tokens.branches()), Prepared(self.tokens.launches)
+        self.inputs = PagedInputs(pages, *zones, bound, work, self.control, self.tokens.reads, prepared)
         """The inputs of attention for a step of one token; `max_length` is a bound on what the device counts."""
         self.__dict__.pop("launch", None)
         room = self.max_length or self.sinks[0].shape[2] + self.residual[0].shape[2] + self.tokens.capacity
@@ -386,7 +383,7 @@ class Storage(LayerStorage):
         """The inputs of attention over the tokens that are stored now and keys and values `x` `[B, H, T, D]`. Stores nothing."""
         exact, sinks = self._exact_with(x), self.exact_counts[0]
         first, residual = both(lambda side: side[:, :, :sinks], exact), both(lambda side: side[:, :, sinks:], exact)
-        return attention_inputs_of(first, self.tokens, residual, exact, self.budget)
+        return attention_inputs_of(first, self.tokens, residual, exact)
 
     def append(self, x: Pair, exact: Pair | None = None, is_valid: Tensor | None = None) -> None:
         """Adds keys and values `[B, H, T, D]`, for which there is room, in one launch if there is a kernel. `exact`: `_exact_with(x)`, if
@@ -433,7 +430,7 @@ class Storage(LayerStorage):
     def attention_inputs(self) -> AttentionInputs:
         """The inputs of attention over all tokens, by reference: valid until the next token is added."""
         stored, seq_length = self.tokens.length, self.seq_length
-        by_page = self.bound.by_page or self.budget is not None
+        by_page = self.bound.by_page or self.tokens.reads is not None
         paged = self.inputs.twin(max_length=stored) if by_page else None
         return TokenInputs(partial(self._sides, stored, seq_length), paged, seq_length)
 
@@ -462,7 +459,7 @@ class Storage(LayerStorage):
         if not seq_length:
             self.tokens.uncalibrate()
         self.control[DROPPED] = 0
-        if self.bound is not self.tokens.pages or self.inputs.shared > quantized:
+        if self.bound is not self.tokens.pages or self.inputs.work.shared > quantized:
             self.bind()
 
     def clear(self) -> None:
@@ -552,16 +549,13 @@ def extended(x: Pair, tokens: int) -> Pair:
     return x if x[0].shape[2] >= tokens else both(lambda side: F.pad(side, (0, 0, 0, tokens - side.shape[2])), x)
 
 
-def attention_inputs_of(
-    sinks: Pair, tokens: RowPages, residual: Pair, joined: Pair | None = None, budget: AttentionBudget | None = None
-) -> AttentionInputs:
+def attention_inputs_of(sinks: Pair, tokens: RowPages, residual: Pair, joined: Pair | None = None) -> AttentionInputs:
     """The inputs of attention over `sinks`, the tokens now in `tokens`, and `residual`, in this order. `joined`: sinks
-    and residual in one tensor for keys and one for values, if the caller has them. `budget`: of the tokens that are read."""
+    and residual in one tensor for keys and one for values, if the caller has them."""
     key, value = sides_of(sinks, tokens, residual)
     paged = None
-    if tokens.pages.by_page or budget is not None:
-        cache, launches = tokens.cache, tokens.launches
-        paged = PagedInputs(tokens.pages, sinks, residual, None, tokens.length, budget=budget, cache=cache, launches=launches)
+    if tokens.pages.by_page or tokens.reads is not None:
+        paged = PagedInputs(tokens.pages, sinks, residual, None, tokens.length, select=tokens.reads, prepared=Prepared(tokens.launches))
     return AttentionInputs(key, value, paged, joined)
 
 

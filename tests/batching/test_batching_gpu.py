@@ -12,8 +12,8 @@ from qkvcache import CompressedCache, continuous_batching
 from qkvcache.attention import full
 from qkvcache.batching import shares
 from qkvcache.formats import Int8
-from qkvcache.kernels import pages
 from qkvcache.releases import passing
+from qkvcache.select import budget
 from tests.reference import count_fused
 
 from .requests import ZONES, answers, assert_same, attention, collect, llama, prompts, serving, single, store, watch_offloading
@@ -90,7 +90,7 @@ def test_graphs_equal_eager_steps(format):
 
 def test_graphs_read_the_chosen_blocks(monkeypatch):
     """Long and short requests together and alone: batches that read few blocks have other graphs than those that read everything."""
-    monkeypatch.setattr(pages, "LEAST_SKIPPED", 400)
+    monkeypatch.setattr(budget, "LEAST_SKIPPED", 400)
     net, (long, *short) = network(torch.float32), prompts(300, 10, 30)
     results, reading = [], {"attention_budget": 64, "num_sink_tokens": 0, "residual_length": 4}
     for options in ({"allow_block_sharing": False}, {"allow_block_sharing": False, **SYNCHRONOUS}):

@@ -10,9 +10,10 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, demo
-from qkvcache.kernels import attend, attend_on_codes, pages
+from qkvcache.kernels import attend, attend_on_codes
 from qkvcache.kernels.host import dispatch
-from qkvcache.kernels.pages import DROPPED, LENGTH, TOKENS
+from qkvcache.kernels.paged_inputs import DROPPED, LENGTH, TOKENS
+from qkvcache.kernels.store import reference as stores
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.releases import passing
 from qkvcache.storage import Storage
@@ -57,7 +58,7 @@ def test_steps_and_attention_equal_torch_operations(format):
     for step in range(100):
         x, q = new(1), query()
         key, _ = layer.update(*x)
-        pages.step(reference.storage.inputs, x)
+        stores.step(reference.storage.inputs, x)
         if step % 20 and step < 98:
             continue
         seen, region = layer.storage.seq_length, layer.storage.tokens.length
@@ -87,7 +88,7 @@ def test_the_step_kernel_writes_the_codes_of_torch_operations(format, tokens):
     for _ in range(200 // tokens + 2):  # over the limit
         x = new(tokens)
         launch_of_step(ours.inputs, x)(x)
-        pages.step(theirs.inputs, x)
+        stores.step(theirs.inputs, x)
     assert torch.equal(ours.rows, theirs.rows) and ours.control[DROPPED] == theirs.control[DROPPED] > 0
     exact = ((*held.sinks, *held.residual) for held in (ours, theirs))
     assert all(torch.equal(a, b) for a, b in zip(*exact, strict=True))

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from qkvcache.evict import dispatch as evict_dispatch
 from qkvcache.evict.static import StaticTensors, append_token, evict_token
-from qkvcache.kernels import PagedInputs, give_handle
+from qkvcache.kernels import give_handle
 from qkvcache.kernels.host import dispatch
 from qkvcache.kernels.host.handles import ORDER
 from qkvcache.storage import RowPages
 from tests.kernels.attention_inputs import assert_fake, by_address
+from tests.kernels.paged_inputs import inputs_of
 from tests.matrix import FORMATS as REGISTRY
 from tests.matrix import slowly
 
@@ -51,7 +52,7 @@ class Layer(StaticTensors):
         """The same tensors elsewhere, in pages of their own."""
         tokens, (sinks, ring) = copy.deepcopy(self.tokens), copy.deepcopy((self.inputs.sinks, self.inputs.ring))
         others = copy.deepcopy((self.records, self.column_mask, self.row_lengths, self.columns))
-        return Layer(PagedInputs(tokens.pages, sinks, ring, None, 0), *others, tokens)
+        return Layer(inputs_of(tokens.pages, sinks, ring), *others, tokens)
 
     def tensors(self) -> list[Tensor]:
         """All that a step may write."""
@@ -76,7 +77,7 @@ def made(format: str, rows=1, heads=2, dims=(64, 80), dtype=torch.float16, exact
     positions = torch.randint(-1, 50, (rows, 1, slots + width), device=DEVICE).int().expand(-1, heads, -1).contiguous()
     records = {str(i): torch.randn(rows, heads, slots + width, device=DEVICE) for i in range(others)}
     return Layer(
-        PagedInputs(tokens.pages, tuple(poisoned(rows, heads, exact, dim, dtype=dtype) for dim in dims), ring, None, 0),
+        inputs_of(tokens.pages, tuple(poisoned(rows, heads, exact, dim, dtype=dtype) for dim in dims), ring),
         records={"positions": positions} | records,
         column_mask=torch.rand(rows, exact + slots + width, device=DEVICE) < 0.5,
         row_lengths=torch.randint(0, 40, (rows,), device=DEVICE),

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qkvcache.formats import Format
 from qkvcache.kernels import AttentionInputs
-from qkvcache.kernels.pages import quantize_into
+from qkvcache.kernels.store.reference import quantize_into
 from qkvcache.storage import RowPages, attention_inputs_of
 
 

@@ -10,10 +10,34 @@ import torch
 from torch import Tensor
 
 from qkvcache.formats import Format
-from qkvcache.kernels import AttentionInputs, PagedInputs, Pages
-from qkvcache.kernels import pages as reference
+from qkvcache.formats.base import Codec, Codes
+from qkvcache.kernels import AttentionInputs, PagedInputs, Pages, Pair
+from qkvcache.kernels import paged_inputs as columns
+from qkvcache.kernels.store.reference import quantize_into
 from qkvcache.storage.storage import sides_of
 from tests.codes import planes_of
+
+
+def pages_of(
+    codecs: tuple[Codec, Codec],
+    planes: tuple[Codes, Codes],
+    page: int,
+    statistics: tuple[Codes, Codes],
+    table: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Pages:
+    """Pages in one slab; without a table, no row has any."""
+    table = next(iter(planes[0].values())).new_empty(0, 0, dtype=torch.int32) if table is None else table
+    return Pages(codecs, [planes], [0], page, statistics, table, lengths)
+
+
+def inputs_of(pages: Pages, sinks: Pair, ring: Pair, rows: Tensor | None = None, max_length: int = 0) -> PagedInputs:
+    return PagedInputs(pages, sinks, ring, rows, max_length)
+
+
+def divided(inputs: PagedInputs, **work) -> PagedInputs:
+    """The same inputs with other fields of their work."""
+    return inputs.twin(work=inputs.work._replace(**work))
 
 
 def pool(format: Format, like: tuple[Tensor, Tensor], pages: int, page: int, per_head: bool = False):
@@ -66,20 +90,20 @@ def build(
     place = torch.arange(longest, device=device)
     slots = table[..., place // page].long() * page + place % page
     slots = slots.masked_fill(place >= counts[..., None], -1)
-    pages = Pages(*format.codecs(), [planes], [0], page, statistics, table, counts)
-    reference.quantize_into(pages, x, slots if per_head else slots[:, None])
+    pages = pages_of(format.codecs(), planes, page, statistics, table, counts)
+    quantize_into(pages, x, slots if per_head else slots[:, None])
     after = torch.arange(width, device=device) >= -(-counts[..., None] // page)
     table = table.masked_fill(after, 2**30)  # which nobody may read
     pages = replace(pages, table=table)
     tokens = torch.tensor(ring_tokens or [ring] * batch, dtype=torch.int32, device=device)
-    rows = torch.zeros(batch, len(reference.COLUMNS), dtype=torch.int32, device=device)
-    rows[:, reference.BEGIN] = begin
-    rows[:, reference.SINK_ROW] = torch.randperm(batch + 1, device=device)[:batch]
-    rows[:, reference.SINKS] = torch.arange(batch, device=device) % (sinks + 1)
-    rows[:, reference.RING_ROW] = torch.randperm(batch + 2, device=device)[:batch]
-    rows[:, reference.RING_START] = torch.randint(max(ring, 1), (batch,), device=device)
-    rows[:, reference.RING_TOKENS] = tokens
-    rows[:, reference.LENGTH] = counts if counts.dim() == 1 else 0  # operators take the lengths of rows from here
+    rows = torch.zeros(batch, len(columns.COLUMNS), dtype=torch.int32, device=device)
+    rows[:, columns.BEGIN] = begin
+    rows[:, columns.SINK_ROW] = torch.randperm(batch + 1, device=device)[:batch]
+    rows[:, columns.SINKS] = torch.arange(batch, device=device) % (sinks + 1)
+    rows[:, columns.RING_ROW] = torch.randperm(batch + 2, device=device)[:batch]
+    rows[:, columns.RING_START] = torch.randint(max(ring, 1), (batch,), device=device)
+    rows[:, columns.RING_TOKENS] = tokens
+    rows[:, columns.LENGTH] = counts if counts.dim() == 1 else 0  # operators take the lengths of rows from here
     first, last = (
         tuple(torch.full((rows_, heads, count, dim), torch.nan, dtype=dtype, device=device) for dim in dims)
         for rows_, count in ((batch + 1, sinks), (batch + 2, ring))
@@ -89,7 +113,7 @@ def build(
         for side, dim in enumerate(dims):
             first[side][sink_row, :, :count] = torch.randn(heads, count, dim).to(first[side])
             last[side][ring_row, :, (start + torch.arange(filled)) % max(ring, 1)] = torch.randn(heads, filled, dim).to(last[side])
-    return PagedInputs(pages, first, last, rows, max_length=longest + 40)
+    return inputs_of(pages, first, last, rows, longest + 40)
 
 
 def of_heads(
@@ -112,7 +136,7 @@ def of_heads(
     padding = torch.zeros(batch, heads, sinks + residual + queries, dtype=torch.bool, device=device)
     padding[-1, :, sinks : sinks + empty] = True
     rows = [[0, b, b, sinks, empty * (b == batch - 1), residual + queries - empty * (b == batch - 1), 0, 0] for b in range(batch)]
-    paged = PagedInputs(stored.pages, first, last, torch.tensor(rows, dtype=torch.int32, device=device), stored.columns)
+    paged = inputs_of(stored.pages, first, last, torch.tensor(rows, dtype=torch.int32, device=device), stored.columns)
     hidden = torch.cat([padding[..., :sinks], ~accepted, padding[..., sinks:]], dim=-1)
     return AttentionInputs(*sides_of(first, stored, last), paged=paged), hidden
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from qkvcache.kernels import AttentionInputs, attend, pages
+from qkvcache.kernels import AttentionInputs, attend
 from qkvcache.kernels.attend import chunked as attend_chunked_module
 from qkvcache.kernels.attend import triton_merge
 from qkvcache.kernels.attend.chunked import ChunkedKV, attend_chunked, merge, supports
-from qkvcache.kernels.store import triton_dequantize
+from qkvcache.kernels.store import reference, triton_dequantize
 from qkvcache.kernels.sum_attention import sum_attention
 from tests import matrix
 from tests.kernels.attention_inputs import build
@@ -252,7 +252,7 @@ def test_dequantize_kernel(format, dim, per_head):
         pytest.skip("torch reads it")
     for begin, count in ((0, 70), (64, 192), (192, inputs.max_length - 192)):
         out, wanted = (torch.full((2, 2, 2, count + 5, dim), torch.nan, device=DEVICE, dtype=DTYPE) for _ in range(2))
-        for dequantize, x in ((triton_dequantize.dequantize_pages, out), (pages.dequantize_pages, wanted)):
+        for dequantize, x in ((triton_dequantize.dequantize_pages, out), (reference.dequantize_pages, wanted)):
             dequantize(inputs.pages, (x[0, :, :, :count], x[1, :, :, :count]), begin)
         torch.testing.assert_close(out, wanted, rtol=LIMIT, atol=1e-6, equal_nan=True)
 

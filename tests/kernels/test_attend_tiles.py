@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from qkvcache.attention import route
 from qkvcache.formats.int4 import Int4
-from qkvcache.kernels import AttentionBudget, attend, attends_in_tiles
+from qkvcache.kernels import attend, attends_in_tiles
 from qkvcache.kernels.attend.reference import attend_pages as attend_in_torch
-from qkvcache.select.select_blocks import select_blocks
+from qkvcache.select import select_blocks as selecting
+from qkvcache.select.budget import Budget
 from tests.matrix import FORMATS, slowly
 from tests.matrix import FORMATS as REGISTRY
 
@@ -72,8 +71,8 @@ def test_chosen_blocks(format, masked, monkeypatch):
     if masked:
         mask = torch.rand(2, 1, 1, 250, device=DEVICE) < 0.7
         mask[..., -9:] = True
-    inputs = replace(attention_inputs.paged, budget=AttentionBudget(100))
-    read = replace(inputs, selection=select_blocks(query.float(), inputs, mask))
+    inputs = attention_inputs.paged
+    read = selecting.over_blocks(inputs, selecting.select_blocks(query.float(), inputs, Budget(100), mask))
     assert fused.tiled(query, read, mask, {"causal": True})
     with guarded(monkeypatch):
         out, lse, _ = plan.attend_pages(query, read, mask, causal=True)

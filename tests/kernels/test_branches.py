@@ -10,7 +10,7 @@ from qkvcache.kernels.attend.reference import attend_pages as attend_in_torch
 from tests.matrix import FORMATS, slowly
 from tests.matrix import FORMATS as REGISTRY
 
-from .paged_inputs import build
+from .paged_inputs import build, divided
 from .test_fused_attend import BFLOAT16, DEVICE, data, fused, guarded, plan, tolerance
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about nan and infinity, in the interpreter
@@ -25,7 +25,7 @@ def few(monkeypatch):
 def sharing(format: str, lengths: list[int], pages: int, branches: int = 0, **options) -> PagedInputs:
     """Rows of `lengths` tokens; each `branches` of them, or all, share as many pages."""
     inputs = build(REGISTRY[format], lengths, shared=pages, device=DEVICE, **options)
-    return inputs.twin(branches=branches or len(lengths), shared=64 * pages)
+    return divided(inputs, branches=branches or len(lengths), shared=64 * pages)
 
 
 def compare(monkeypatch, format: str, query, inputs: PagedInputs, mask=None, **options) -> None:
@@ -118,6 +118,6 @@ OTHERS = {
 def test_what_is_read_for_each_row(given, shared_launches):
     given = {"queries": 1} | given
     queries, changes = given.pop("queries"), {name: given.pop(name) for name in ("shared", "branches") if name in given}
-    inputs = sharing("int8", [70, 90], 1, ring=12, sinks=0).twin(**changes)
+    inputs = divided(sharing("int8", [70, 90], 1, ring=12, sinks=0), **changes)
     plan.attend_pages(data(2, 8, queries, 64), inputs, causal=queries > 1, **given)
     assert not shared_launches

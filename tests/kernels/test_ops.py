@@ -2,7 +2,6 @@
 
 import copy
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
@@ -85,7 +84,7 @@ def test_a_handle_stands_for_tensors_at_their_addresses(on_kernels, monkeypatch)
     for name in ("_HANDLES", "_USED"):  # earlier tests had tensors at the same addresses
         monkeypatch.setattr(handles, name, type(getattr(handles, name))())
     held = attention_inputs().paged
-    same, moved = replace(held), replace(held, ring=tuple(x.clone() for x in held.ring))
+    same, moved = held.anew(), held.anew(ring=tuple(x.clone() for x in held.ring))
     give_handle(same), give_handle(moved)
     assert same.handle is held.handle and moved.handle is not held.handle
     assert inputs_of(moved.handle).ring is moved.ring

@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkvcache.formats import Codes, Format
-from qkvcache.kernels import PagedInputs, Pages, Splits, attend_pages, give_handle
-from qkvcache.kernels import pages as reference
+from qkvcache.formats import Codes
+from qkvcache.kernels import PagedInputs, Splits, attend_pages, give_handle, work
 from qkvcache.kernels.attend.reference import attend_pages as attend_in_torch
 from qkvcache.kernels.host.handles import ORDER
+from qkvcache.kernels.paged_inputs import BEGIN, SINKS
+from qkvcache.kernels.store import reference
 from tests.matrix import FORMATS, slowly
 from tests.matrix import FORMATS as REGISTRY
 
 from .attention_inputs import assert_fake
-from .paged_inputs import build, pool, row
+from .paged_inputs import build, divided, inputs_of, pages_of, pool, row
 from .test_fused_attend import KINDS, guarded, tolerance
 
 QUICK = ("identity", "int8_token", "nvfp4", "turboquant_3bit_nc", "fp8_tensor")
@@ -85,12 +86,7 @@ def test_accumulated_attention():
     query, observed = torch.randn(2, 4, 3, 64), torch.tensor([[1.0, 0, 2], [0, 1, 1]])
     sums = attend_in_torch(query, inputs, causal=True, observed=observed)[2]
     torch.testing.assert_close(sums.sum(-1), (2 * observed.sum(1))[:, None].expand(2, 2))
-    assert (sums[inputs.columns(inputs.gather(0)[1]).expand_as(sums) < 0] == 0).all()
-
-
-def held(format: Format, planes: tuple[Codes, Codes], statistics: tuple[Codes, Codes]) -> Pages:
-    """Pages in one slab, without a table."""
-    return Pages(*format.codecs(), [planes], [0], 64, statistics, torch.empty(0, 0, dtype=torch.int32, device=DEVICE), None)
+    assert (sums[inputs.columns(inputs.pages.read(0, inputs.max_length)[1]).expand_as(sums) < 0] == 0).all()
 
 
 @pytest.mark.parametrize("format", slowly(FORMATS, QUICK))
@@ -100,7 +96,7 @@ def test_quantizing_and_back(format, per_head):
     chosen, x = REGISTRY[format], (torch.randn(1, 2, 5, 64), torch.randn(1, 2, 5, 64))
     planes, statistics = pool(chosen, x, 4, 64, per_head)
     slots = torch.tensor([[[70, -1, 3, 255, 128], [1, 2, -1, 0, 65]]] if per_head else [[70, -1, 3, 255, 128]])
-    reference.quantize_into(held(chosen, planes, statistics), x, slots if per_head else slots[:, None])
+    reference.quantize_into(pages_of(chosen.codecs(), planes, 64, statistics), x, slots if per_head else slots[:, None])
     for codec, side, pooled, constant in zip(chosen.codecs(), x, planes, statistics, strict=True):
         wanted = codec.quantize(side, constant)
         for name, plane in pooled.items():
@@ -156,14 +152,14 @@ def test_the_kernel(format, monkeypatch):
     dim = KINDS.get(format, 64)
     inputs = build(REGISTRY[format], [70, 0, 130], begin=3, ring=5, ring_tokens=[4, 0, 5], dims=(dim, dim), shared=1, device=DEVICE)
     query = torch.randn(3, 4, 1, dim, device=DEVICE).half()
-    compare(monkeypatch, format, query, replace(inputs, splits=split(inputs.pages.lengths)))
+    compare(monkeypatch, format, query, divided(inputs, splits=split(inputs.pages.lengths)))
     if format in slowly(FORMATS, QUICK):
         compare(monkeypatch, format, query, inputs)  # the same split of every row
 
 
 def split(lengths: Tensor, least: int = 64, programs: int = 2, shares: Tensor | None = None) -> Splits:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "LEAST_SPLIT", least)
+        patch.setattr(work, "LEAST_SPLIT", least)
         return Splits.of(lengths, int(lengths.max()), programs, shares)
 
 
@@ -186,9 +182,9 @@ def test_splits_share_the_tokens_of_all_rows(programs, dtype):
             assert all(item[0] == number for item in (exact, *others)) and exact[1] < 0
             begins = [first for _, first, _ in others]
             assert [*begins, length] == [0, *(end for _, _, end in others)] or (not others and not length)
-            assert all(begin % 64 == 0 for begin in begins) and len(others) <= reference.MOST_SPLITS
+            assert all(begin % 64 == 0 for begin in begins) and len(others) <= work.MOST_SPLITS
             assert all(end - first == most for _, first, end in others[:-1])
-        assert most <= max(sum(lengths) / programs / reference.WAVES, reference.BALANCED_SPLIT, max(lengths) / reference.MOST_SPLITS) + 64
+        assert most <= max(sum(lengths) / programs / work.WAVES, work.BALANCED_SPLIT, max(lengths) / work.MOST_SPLITS) + 64
 
 
 @pytest.mark.parametrize("programs", [1, 7, 198])
@@ -210,7 +206,7 @@ def test_splits_of_shared_tokens(programs):
             spans = sorted([*(item[:2] for item in own[1:]), *(piece[1:3] for piece in pieces)])
             assert [0, *(end for _, end in spans)] == [*(begin for begin, _ in spans), length]
             first, count, place = splits.shares[b].tolist()
-            assert read[first : first + count] == pieces and len(pieces) <= reference.MOST_SPLITS
+            assert read[first : first + count] == pieces and len(pieces) <= work.MOST_SPLITS
             assert all(piece[3 + place] == b for piece in pieces)
             assert splits.items[firsts[b] : firsts[b + 1], 0].tolist() == [b] * len(own)
         assert firsts[-1] <= len(splits.items)
@@ -226,7 +222,7 @@ def test_tokens_that_rows_share_are_read_once(format, monkeypatch):
     splits, table = split(inputs.pages.lengths, shares=shares.int().to(DEVICE)), inputs.pages.table.clone()
     for follower, count in ((0, 3), (5, 3), (1, 1)):
         table[follower, :count] = 2**30
-    given = replace(inputs, pages=replace(inputs.pages, table=table), splits=splits)
+    given = divided(inputs.anew(pages=replace(inputs.pages, table=table)), splits=splits)
     query, sinks = torch.randn(6, 6, 1, 64, device=DEVICE).half(), torch.randn(6, device=DEVICE)
     compare(monkeypatch, format, query, inputs, given=given, sinks=sinks, softcap=5.0)
 
@@ -235,13 +231,13 @@ def test_tokens_that_rows_share_are_read_once(format, monkeypatch):
 def test_splits_of_many_rows(monkeypatch):
     """Rows of many splits and of none, and rows that are no request, as batches have them."""
     inputs = build(REGISTRY["turboquant_4bit_nc"], [300, 0, 64, 1, 129], ring=7, ring_tokens=[7, 0, 3, 1, 6], device=DEVICE)
-    inputs.rows[1, reference.SINKS] = 0
+    inputs.rows[1, SINKS] = 0
     query, sinks = torch.randn(5, 4, 1, 64, device=DEVICE).half(), torch.randn(4, device=DEVICE)
-    whole = replace(inputs, splits=split(inputs.pages.lengths, programs=1))
-    assert len({tuple(item[:2]) for item in whole.splits.items.tolist()}) > 10
+    whole = divided(inputs, splits=split(inputs.pages.lengths, programs=1))
+    assert len({tuple(item[:2]) for item in whole.work.splits.items.tolist()}) > 10
     compare(monkeypatch, "turboquant_4bit_nc", query, whole, sinks=sinks, softcap=5.0, scaling=0.3)
     without = build(REGISTRY["turboquant_4bit_nc"], [300, 70], sinks=0, ring=0, device=DEVICE)
-    compare(monkeypatch, "turboquant_4bit_nc", query[:2], replace(without, splits=split(without.pages.lengths)))
+    compare(monkeypatch, "turboquant_4bit_nc", query[:2], divided(without, splits=split(without.pages.lengths)))
 
 
 @KERNELS
@@ -249,7 +245,7 @@ def test_a_window_begins_anywhere_in_a_page(monkeypatch):
     """Whole splits before it have no token, and neither may a row whose window is in its ring."""
     inputs = build(REGISTRY["int8"], [150, 151, 270], heads=1, begin=150, sinks=0, ring=5, page=256, device=DEVICE)
     query, sinks = torch.randn(3, 2, 1, 64, device=DEVICE).half(), torch.randn(2, device=DEVICE)
-    compare(monkeypatch, "int8", query, replace(inputs, splits=split(inputs.pages.lengths)), sinks=sinks, softcap=5.0)
+    compare(monkeypatch, "int8", query, divided(inputs, splits=split(inputs.pages.lengths)), sinks=sinks, softcap=5.0)
 
 
 @KERNELS
@@ -271,9 +267,11 @@ def test_the_kernel_that_quantizes(format, per_head):
         slots = slots[:, None]
     # The block holds the same tokens without gaps; the codes must agree, since each vector is quantized on its own.
     block, block_statistics = pool(chosen, like, 2, 64)
-    triton_store.quantize_into(held(chosen, planes, statistics), x, slots)
+    triton_store.quantize_into(pages_of(chosen.codecs(), planes, 64, statistics), x, slots)
     triton_store.quantize_into(
-        held(chosen, block, block_statistics), x, torch.arange(5, device=DEVICE) + torch.tensor([[[0]], [[64]]], device=DEVICE)
+        pages_of(chosen.codecs(), block, 64, block_statistics),
+        x,
+        torch.arange(5, device=DEVICE) + torch.tensor([[[0]], [[64]]], device=DEVICE),
     )
     for codes, pooled in zip(block, planes, strict=True):
         for name, plane in pooled.items():
@@ -325,7 +323,7 @@ def test_rows_of_very_different_lengths(monkeypatch):
     inputs = build(REGISTRY["int8"], [500, 0, 20, 64], ring=5, ring_tokens=[5, 0, 1, 2], device=DEVICE)
     inputs.tokens = 600
     compare(monkeypatch, "int8", torch.randn(4, 4, 1, 64, device=DEVICE).half(), inputs)
-    inputs.rows[:, reference.BEGIN] = 70
+    inputs.rows[:, BEGIN] = 70
     compare(monkeypatch, "int8", torch.randn(4, 4, 1, 64, device=DEVICE).half(), inputs)
 
 
@@ -344,7 +342,7 @@ def test_accumulated_attention_of_the_kernel(per_head, monkeypatch):
 def test_accumulated_attention_up_to_the_longest_row(monkeypatch):
     """The last tile of the pages is longer than what is left of them: its end is not where the ring's weights lie."""
     inputs = build(REGISTRY["int8"], [[70, 74], [66, 3]], ring=6, device=DEVICE)
-    inputs = PagedInputs(inputs.pages, inputs.sinks, inputs.ring, inputs.rows, max_length=74)
+    inputs = inputs_of(inputs.pages, inputs.sinks, inputs.ring, inputs.rows, 74)
     query, observed = torch.randn(2, 4, 1, 64, device=DEVICE).half(), torch.ones(2, 1, device=DEVICE)
     compare(monkeypatch, "int8", query, inputs, observed=observed)
 
@@ -359,7 +357,7 @@ def test_operators():
     """What a compiled graph calls does what the functions do."""
     inputs = build(REGISTRY["turboquant_3bit_nc"], [36, 20], sinks=2, ring=4, device=DEVICE)
     options = torch.tensor([1.0, -1.0, 0.0, 2.0]), torch.ones(2, 1), 0.2, 10.0, False
-    inputs = replace(inputs, splits=split(inputs.pages.lengths))
+    inputs = divided(inputs, splits=split(inputs.pages.lengths))
     query = torch.randn(2, 4, 1, 64, device=DEVICE).half()
     sinks, observed, scaling, softcap, causal = (x.to(DEVICE) if isinstance(x, Tensor) else x for x in options)
     give_handle(inputs)
@@ -387,7 +385,7 @@ def far_apart(inputs: PagedInputs) -> PagedInputs:
     table = inputs.pages.table.clone()
     table[0, :2] = torch.tensor([1, 2])
     pages = replace(inputs.pages, slabs=[tuple(planes)], table=table, lengths=inputs.pages.lengths.clone())
-    return PagedInputs(pages, inputs.sinks, tuple(x.clone() for x in inputs.ring), inputs.rows.clone(), inputs.max_length)
+    return inputs_of(pages, inputs.sinks, tuple(x.clone() for x in inputs.ring), inputs.rows.clone(), inputs.max_length)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="memory of a GPU is allocated whether it is written or not")
@@ -421,7 +419,7 @@ def gathered(format: str, dim: int, device: torch.device):
     options = {"begin": 2, "sinks": 3, "ring": 6, "ring_tokens": [4, 0, 6, 1], "dims": (dim, dim), "device": device}
     inputs = build(REGISTRY[format], lengths, **options)
     new = tuple(torch.randn(1, 9, sum(news), 2 * dim, device=device).half()[:, :2, :, :dim] for _ in range(2))
-    totals = [int(inputs.rows[b, reference.SINKS]) + lengths[b] - 2 + options["ring_tokens"][b] + news[b] for b in range(4)]
+    totals = [int(inputs.rows[b, SINKS]) + lengths[b] - 2 + options["ring_tokens"][b] + news[b] for b in range(4)]
     starts = tuple(torch.tensor([0, *counts], device=device).cumsum(0).int() for counts in (news, totals))
     tiles = torch.tensor(reference.gather_tiles(totals), dtype=torch.int32, device=device).view(-1, 2)
     outs = [tuple(torch.full((1, 2, sum(totals) + 1, dim), torch.nan, device=device).half() for _ in range(2)) for _ in range(2)]
@@ -473,7 +471,8 @@ def test_storing_in_rings_and_sinks(sinks):
         stores.append(triton_store.quantize_into)
     slots = torch.stack([ring_slots, sink_slots], 1)[None]  # columns of a table, as in steps that are replayed
     chosen = REGISTRY["int8"]
-    pages = held(chosen, *pool(chosen, x, 4, 64))
+    planes, statistics = pool(chosen, x, 4, 64)
+    pages = pages_of(chosen.codecs(), planes, 64, statistics)
     for store in stores:
         got = [place.clone() for place in like]
         zones = [((got[0], got[1]), slots[..., 0]), ((got[2], got[3]), slots[..., 1])]

@@ -1,4 +1,4 @@
-"""The step kernel against `pages.step`, and the attention kernel on a storage whose counts only the device knows."""
+"""The step kernel against `reference.step`, and the attention kernel on a storage whose counts only the device knows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from qkvcache.kernels import PagedInputs, attend
-from qkvcache.kernels import pages as reference
-from qkvcache.kernels.pages import DROPPED, LENGTH, ROOM, TOKENS
+from qkvcache.kernels.paged_inputs import DROPPED, LENGTH, ROOM, SINKS, TOKENS
+from qkvcache.kernels.store import reference
 from qkvcache.storage import Storage
 from tests.matrix import FORMATS, slowly
 from tests.matrix import FORMATS as REGISTRY
@@ -196,7 +196,7 @@ def test_rows_of_different_lengths():
         for side in (0, 1):
             codes = theirs.take(side, theirs.slots(place))
             mine.put(side, slots, {name: x.expand(2, -1, -1, -1) for name, x in codes.items()})
-        together.rows[row, reference.SINKS :] = held.rows[0, reference.SINKS :]
+        together.rows[row, SINKS:] = held.rows[0, SINKS:]
     query = data(2, 2, 1, 64)
     for _ in range(7):
         x = pair(2, 1, 1)
@@ -204,7 +204,7 @@ def test_rows_of_different_lengths():
         for row, held in enumerate(alone):
             step_kv(held.inputs, tuple(side[row : row + 1] for side in x))
             held.advance(1)
-            assert together.rows[row, reference.SINKS :].tolist() == held.rows[0, reference.SINKS :].tolist()
+            assert together.rows[row, SINKS:].tolist() == held.rows[0, SINKS:].tolist()
         out = plan.attend_pages(query, together.inputs)[0]
         for row, held in enumerate(alone):
             torch.testing.assert_close(out[row : row + 1], attend(query[row : row + 1], held.attention_inputs()), rtol=0, atol=4e-3)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from qkvcache.formats import Codec, Codes, Int4
 from tests.codes import planes_of
+from tests.kernels.paged_inputs import pages_of
 from tests.matrix import COVER, FORMATS, covering, slowly
 from tests.matrix import FORMATS as REGISTRY
 
@@ -13,7 +14,6 @@ triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
     pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
 
-from qkvcache.kernels import Pages  # noqa: E402
 from qkvcache.kernels.store.triton_dequantize import decode  # noqa: E402
 from qkvcache.kernels.store.triton_quantize import supports  # noqa: E402
 from qkvcache.kernels.store.triton_store import quantize_into  # noqa: E402
@@ -41,7 +41,7 @@ def poisoned(codec: Codec, x: Tensor) -> Codes:
 
 def write(codecs, x, planes, statistics, start: int) -> None:
     """Quantizes into slots from `start` on of the pages `planes`, of which each row has one."""
-    pages = Pages(*codecs, [tuple(planes)], [0], CAPACITY, tuple(statistics), torch.empty(0, 0, dtype=torch.int32, device=DEVICE), None)
+    pages = pages_of(codecs, tuple(planes), CAPACITY, tuple(statistics))
     rows, tokens = x[0].shape[0], x[0].shape[2]
     slots = CAPACITY * torch.arange(rows, device=DEVICE)[:, None, None] + start + torch.arange(tokens, device=DEVICE)
     quantize_into(pages, tuple(x), slots)

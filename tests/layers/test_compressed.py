@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qkvcache.attention import CompressedKV
 from qkvcache.attention.compressed_kv import warn_once
-from qkvcache.kernels import attend, pages
+from qkvcache.kernels import attend, segments
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.snapshot import snapshot
 from tests.allocations import Allocations
@@ -305,7 +305,7 @@ def test_tensors_are_all_that_is_held(format):
 
 @pytest.mark.parametrize("format", ["identity", "int8_asymmetric", "int4", "nvfp4", "turboquant_4bit_nc", "turboquant_3bit_nc"])
 def test_a_step_decodes_no_more_than_a_block(format, monkeypatch):
-    monkeypatch.setattr(pages, "BLOCK_ELEMENTS", 2**17)
+    monkeypatch.setattr(segments, "BLOCK_ELEMENTS", 2**17)
     layer = CompressedLayer(REGISTRY[format])
     layer.update(*new(8192, rows=1, dtype=torch.bfloat16))
     key, _ = layer.update(*new(1, rows=1, dtype=torch.bfloat16))
@@ -313,17 +313,17 @@ def test_a_step_decodes_no_more_than_a_block(format, monkeypatch):
     attend(query, key.attention_inputs)  # makes the tables that are made once
     with Allocations() as step:
         attend(query, key.attention_inputs)
-    block = pages.BLOCK_ELEMENTS * 4
+    block = segments.BLOCK_ELEMENTS * 4
     assert block / 2 <= step.largest <= block
     assert step.peak <= 4 * block < 8192 * HEADS * (DIM + VALUE_DIM) * 4 / 2
 
 
 def test_an_update_encodes_no_more_than_a_block_at_a_time(monkeypatch):
-    monkeypatch.setattr(pages, "BLOCK_ELEMENTS", 2**17)
+    monkeypatch.setattr(segments, "BLOCK_ELEMENTS", 2**17)
     layer, given = CompressedLayer(REGISTRY["turboquant_4bit_nc"]), new(8192, rows=1, dtype=torch.bfloat16)
     with Allocations() as step:
         layer.update(*given)
-    assert step.largest <= pages.BLOCK_ELEMENTS * 8  # norms in float64
+    assert step.largest <= segments.BLOCK_ELEMENTS * 8  # norms in float64
 
 
 # tokens on their way from host memory

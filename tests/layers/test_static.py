@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from qkvcache.attention import CompressedKV
-from qkvcache.kernels import attend, attend_on_codes, attend_pages, pages
-from qkvcache.kernels.pages import DROPPED, LENGTH, TOKENS
+from qkvcache.kernels import attend, attend_on_codes, attend_pages
+from qkvcache.kernels.paged_inputs import DROPPED, LENGTH, TOKENS
+from qkvcache.kernels.store import reference
 from qkvcache.layers.compressed import CompressedLayer
 from tests import updates
 from tests.codes import codes_of
@@ -396,7 +397,7 @@ def test_tokens_beyond_max_length_are_dropped_and_then_said(compiled):
 def test_unfold_is_dense_at_its_columns(format):
     layer = filled(30, 1, 1, format=format)
     x = new(3)
-    got = pages.unfold(layer.storage.inputs, LIMIT, x)
+    got = reference.unfold(layer.storage.inputs, LIMIT, x)
     for side, known, fresh, codec in zip(got, layer.dense(), x, layer.format.codecs(), strict=True):
         assert side.shape[2] == LIMIT
         assert same_decoded(side[:, :, :32], known, codec) and torch.equal(side[:, :, 32:35], fresh) and not side[:, :, 35:].any()

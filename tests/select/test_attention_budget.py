@@ -10,8 +10,10 @@ from transformers.masking_utils import sdpa_mask
 
 from qkvcache import CompressedCache, TurboQuantCache
 from qkvcache.attention.compressed_kv import warn_once
-from qkvcache.kernels.pages import BLOCK, MOST_QUERIES
+from qkvcache.kernels.pages import BLOCK
 from qkvcache.releases import passing
+from qkvcache.select.arguments import budget_of
+from qkvcache.select.dispatch import MOST_QUERIES
 from qkvcache.select.select_blocks import GROUP, SAMPLED
 from tests.matrix import model
 from tests.reference import ZONES, assert_close, prompt, run
@@ -154,7 +156,7 @@ def test_wrong_budgets_are_refused(options, error, message):
 
 
 def test_auto_is_a_quarter_from_a_floor_on():
-    budget = CompressedCache(model("llama").config, format="int8", attention_budget="auto")._attention_budget
+    budget = budget_of("auto")
     assert [budget.blocks(stored) * BLOCK for stored in (10, 64, 256, 4096)] == [320, 2048, 2048, 32_768]
 
 

@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from qkvcache import CompressedCache
-from qkvcache.kernels import AttentionBudget, attend_on_codes, pages
+from qkvcache.kernels import attend_on_codes
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.snapshot import restore, snapshot
 from qkvcache.releases import passing
+from qkvcache.select import budget
+from qkvcache.select.arguments import AttentionBudget
+from qkvcache.select.host_pages import index_of
 from tests.kernels.test_pages import DEVICE, KERNELS
 from tests.matrix import FORMATS, model, slowly
 from tests.reference import ZONES, assert_close, prompt, run
@@ -28,7 +31,7 @@ KERNEL = pytest.param("triton", marks=KERNELS)
 @pytest.fixture(autouse=True)
 def few_tokens_pay(monkeypatch):
     """A GPU chooses blocks without `offload_pages`, too."""
-    monkeypatch.setattr(pages, "LEAST_SKIPPED", 0)
+    monkeypatch.setattr(budget, "LEAST_SKIPPED", 0)
 
 
 def caches(**options) -> tuple[CompressedCache, CompressedCache]:
@@ -72,8 +75,8 @@ def test_steps_and_pieces_give_the_same_logits(format, length):
 
 def layers(format: str = "int8", **options) -> list[CompressedLayer]:
     """One with its pages in host memory, and one without."""
-    options |= {"num_sink_tokens": 2, "residual_length": 4, "attention_budget": AttentionBudget(BUDGET)}
-    return [CompressedLayer(FORMATS[format], **options, offload_pages=offload) for offload in (True, False)]
+    options |= {"num_sink_tokens": 2, "residual_length": 4}
+    return [CompressedLayer(FORMATS[format], **options, new_pages=AttentionBudget(BUDGET).pages(host)) for host in (True, False)]
 
 
 def random(tokens: int, rows: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -138,7 +141,7 @@ def test_a_snapshot_is_restored(backend, monkeypatch):
     for layer in pair:
         restore(layer, held, DEVICE)
     step(pair, 1, 1), step(pair, 1, 1)
-    index = pair[0].storage.tokens.pages.index
+    index = index_of(pair[0].storage.tokens.pages)
     assert index is None or [side.keys() for side in index.slabs[0]] == [{"high", "scale"}, set()]
 
 

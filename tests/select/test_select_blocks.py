@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from qkvcache.kernels import PagedInputs, attend_pages
-from qkvcache.kernels import pages as reference
 from qkvcache.kernels.attend.reference import MASKED_SCORE
 from qkvcache.kernels.attend.reference import attend_pages as attend_in_torch
-from qkvcache.kernels.pages import BLOCK, WHOLE, AttentionBudget
+from qkvcache.kernels.paged_inputs import BEGIN, RING_START, RING_TOKENS, SINKS
+from qkvcache.kernels.pages import BLOCK
+from qkvcache.select import budget
 from qkvcache.select import select_blocks as selecting
-from qkvcache.select.select_blocks import block_weights, choose_blocks, select_blocks, upper_logits
-from tests.kernels.paged_inputs import build, row
+from qkvcache.select.budget import WHOLE, Budget
+from qkvcache.select.dispatch import BlockSelect
+from qkvcache.select.select_blocks import block_weights, choose_blocks, over_blocks, select_blocks, upper_logits
+from tests.kernels.paged_inputs import build, divided, row
 from tests.kernels.test_fused_attend import KINDS
 from tests.kernels.test_pages import DEVICE, KERNELS, compare, split
 from tests.matrix import FORMATS, slowly
@@ -32,7 +33,7 @@ BY_KEYS = (
 
 def inputs_of(format: str, tokens: int = 2 * BLOCK, share: int = 0, dim: int = 64, **options) -> PagedInputs:
     inputs = build(FORMATS[format], LENGTHS, ring=5, ring_tokens=[5, 4, 2], dims=(dim, dim), **options)
-    return replace(inputs, budget=AttentionBudget(tokens, share))
+    return inputs.twin(select=BlockSelect(Budget(tokens, share)))
 
 
 def queries_like(inputs: PagedInputs, queries: int = 1, group: int = 2) -> Tensor:
@@ -45,7 +46,7 @@ def weights_by_row(query: Tensor, inputs: PagedInputs, mask: Tensor | None, scal
     batch, query_heads, queries, _ = query.shape
     heads, found = inputs.ring[0].shape[1], []
     for b in range(batch):
-        begin, sinks, length = *inputs.rows[b, [reference.BEGIN, reference.SINKS]].tolist(), int(inputs.pages.lengths[b])
+        begin, sinks, length = *inputs.rows[b, [BEGIN, SINKS]].tolist(), int(inputs.pages.lengths[b])
         found.append([torch.zeros(-(-length // BLOCK)) for _ in range(heads)])
         for head in range(query_heads if length > begin else 0):
             h = head // (query_heads // heads)
@@ -85,7 +86,7 @@ def test_the_largest_weights_are_chosen(tokens, share, begin):
     that may be read."""
     inputs = inputs_of("int8", tokens, share, begin=begin)
     weights = torch.rand(ROWS, 2, -(-inputs.max_length // BLOCK))
-    selection = choose_blocks(weights, inputs)
+    selection = choose_blocks(weights, inputs, inputs.select.budget)
     for b, length in enumerate(LENGTHS):
         first = begin // BLOCK
         stored = max(-(-length // BLOCK) - first, 0)
@@ -105,11 +106,11 @@ def test_attention_reads_the_chosen_blocks_alone(queries, begin):
     """The output is that under a mask which hides all other quantized tokens."""
     inputs = inputs_of("turboquant_4bit_nc", begin=begin)
     query = queries_like(inputs, queries)
-    selection = select_blocks(query, inputs)
-    read = replace(inputs, selection=selection)
+    selection = select_blocks(query, inputs, inputs.select.budget)
+    read = over_blocks(inputs, selection)
     shown = torch.ones(ROWS, 4, 1, 400, dtype=torch.bool)
     for b, length in enumerate(LENGTHS):
-        sinks = int(inputs.rows[b, reference.SINKS])
+        sinks = int(inputs.rows[b, SINKS])
         for h in range(4):
             shown[b, h, 0, sinks : sinks + max(length - begin, 0)] = False
             chosen = selection.places()[b, h // 2]
@@ -133,12 +134,13 @@ def test_the_kernels(format, monkeypatch):
     dim = KINDS.get(format, 64)
     inputs = inputs_of(format, dim=dim, begin=5, device=DEVICE)
     query = queries_like(inputs)
-    wanted, mine = select_blocks(query.float(), inputs), triton_select_blocks.select_blocks(query, inputs)
+    wanted = select_blocks(query.float(), inputs, inputs.select.budget)
+    mine = triton_select_blocks.select_blocks(query, inputs, inputs.select.budget)
     assert overlap(mine, wanted)
     for b, length in enumerate(LENGTHS):
         used = min(2, -(-length // BLOCK))
         assert torch.equal(mine.entries[b, :, :used], wanted.entries[b, :, :used])
-    compare(monkeypatch, format, query, replace(inputs, selection=mine))
+    compare(monkeypatch, format, query, over_blocks(inputs, mine))
 
 
 @KERNELS
@@ -151,11 +153,11 @@ def test_the_kernels_with_everything_that_attention_has(queries, masked, begin, 
     mask = {"": None, "bool": torch.rand(ROWS, 1, queries, 400) < 0.6, "float": torch.randn(1, 4, 1, 400)}[masked]
     mask = None if mask is None else mask.to(DEVICE)
     options = {"scaling": 0.3, "softcap": 5.0}
-    wanted = select_blocks(query.float(), inputs, mask, **options)
-    divided = replace(inputs, splits=split(inputs.pages.lengths)) if begin else inputs
-    mine = triton_select_blocks.select_blocks(query, divided, mask, **options)
+    wanted = select_blocks(query.float(), inputs, inputs.select.budget, mask, **options)
+    parted = divided(inputs, splits=split(inputs.pages.lengths)) if begin else inputs
+    mine = triton_select_blocks.select_blocks(query, parted, inputs.select.budget, mask, **options)
     assert overlap(mine, wanted)
-    chosen = replace(inputs, selection=mine)
+    chosen = over_blocks(inputs, mine)
     compare(monkeypatch, "int8", query, chosen, mask, causal=queries > 1, sinks=torch.randn(4, device=DEVICE), **options)
 
 
@@ -165,9 +167,9 @@ def test_groups_of_queries_choose_for_themselves(masked, monkeypatch):
     """Each group reads what the queries alone read that end with it; through the kernels as in torch."""
     monkeypatch.setattr(selecting, "GROUP", 4)
     monkeypatch.setattr(selecting, "SAMPLED", 2)
-    monkeypatch.setattr(reference, "LEAST_SKIPPED", 0)
-    inputs = replace(inputs_of("int8", device=DEVICE), ring=(torch.randn(ROWS + 2, 2, 12, 64, device=DEVICE).half(),) * 2)
-    inputs.rows[:, reference.RING_START], inputs.rows[:, reference.RING_TOKENS] = 7, torch.tensor([12, 11, 10], device=DEVICE)
+    monkeypatch.setattr(budget, "LEAST_SKIPPED", 0)
+    inputs = inputs_of("int8", device=DEVICE).anew(ring=(torch.randn(ROWS + 2, 2, 12, 64, device=DEVICE).half(),) * 2)
+    inputs.rows[:, RING_START], inputs.rows[:, RING_TOKENS] = 7, torch.tensor([12, 11, 10], device=DEVICE)
     query = queries_like(inputs, 6)
     mask = (torch.rand(ROWS, 1, 6 if masked == "bool" else 1, 400) < 0.6).to(DEVICE)
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
@@ -177,9 +179,9 @@ def test_groups_of_queries_choose_for_themselves(masked, monkeypatch):
     torch.testing.assert_close(kernels.float(), out.float(), rtol=1e-2, atol=2e-3)
     for begin, end in ((0, 4), (4, 6)):
         ends = inputs.rows.clone()
-        ends[:, reference.RING_TOKENS] -= 6 - end
+        ends[:, RING_TOKENS] -= 6 - end
         part = mask[:, :, begin:end] if masked == "bool" else mask
-        alone, alone_lse, _ = attend_pages(query[:, :, begin:end], replace(inputs, rows=ends), part, causal=True)
+        alone, alone_lse, _ = attend_pages(query[:, :, begin:end], inputs.anew(rows=ends), part, causal=True)
         torch.testing.assert_close(out[:, :, begin:end], alone)
         torch.testing.assert_close(lse[:, :, begin:end], alone_lse)
 
@@ -192,8 +194,8 @@ def test_the_kernels_where_all_tokens_are_read(begin, monkeypatch):
 
     inputs = inputs_of("turboquant_4bit_nc", tokens=256, begin=begin, device=DEVICE)
     query = queries_like(inputs)
-    mine = triton_select_blocks.select_blocks(query, inputs)
+    mine = triton_select_blocks.select_blocks(query, inputs, inputs.select.budget)
     assert mine.lengths.tolist() == [[max(length - begin // BLOCK * BLOCK, 0)] * 2 for length in LENGTHS]
-    read = replace(inputs, selection=mine)
+    read = over_blocks(inputs, mine)
     torch.testing.assert_close(attend_in_torch(query, read)[0], attend_in_torch(query, inputs)[0])
     compare(monkeypatch, "turboquant_4bit_nc", query, read)

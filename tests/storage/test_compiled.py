@@ -9,7 +9,7 @@ from torch import Tensor
 from qkvcache.kernels import attend, attend_on_codes
 from qkvcache.kernels import step as step_on_device
 from qkvcache.kernels.host.handles import ORDER
-from qkvcache.kernels.pages import ROOM
+from qkvcache.kernels.paged_inputs import ROOM
 from qkvcache.layers.compressed import CompressedLayer
 from tests.matrix import FORMATS as REGISTRY
 from tests.reference import assert_close

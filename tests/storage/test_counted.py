@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkvcache.kernels import pages
-from qkvcache.kernels.pages import DROPPED, LENGTH, TOKENS
+from qkvcache.kernels.paged_inputs import DROPPED, LENGTH, TOKENS
+from qkvcache.kernels.store import reference
 from qkvcache.storage import Storage
 from tests.codes import codes_of
 from tests.matrix import FORMATS as REGISTRY
@@ -34,12 +34,12 @@ def append(held: Storage, x: Pair) -> None:
 
 def step_one_by_one(held: Storage, x: Pair) -> None:
     for part in zip(*(side.split(1, 2) for side in x), strict=True):
-        pages.step(held.inputs, part)
+        reference.step(held.inputs, part)
 
 
 def step_by_the_ring(held: Storage, x: Pair) -> None:
     for part in zip(*(side.split(held.slots, 2) for side in x), strict=True):
-        pages.step(held.inputs, part)
+        reference.step(held.inputs, part)
 
 
 def content(held: Storage) -> list[Tensor]:
@@ -75,11 +75,11 @@ def test_a_full_store_takes_nothing_but_counts(tokens):
     append(store, new(20 - tokens + 1))
     before = [x.clone() for x in content(store)[2:]]
     for times in (1, 2):
-        pages.step(store.inputs, new(tokens))
+        reference.step(store.inputs, new(tokens))
         assert (store.rows[:, [TOKENS, LENGTH]] == torch.tensor([20 - tokens + 1, 12 - tokens + 1])).all()
         assert store.control[DROPPED] == tokens * times and same(content(store)[2:], before)
     if tokens > 1:
-        pages.step(store.inputs, new(tokens - 1))  # for which there is room
+        reference.step(store.inputs, new(tokens - 1))  # for which there is room
         assert (store.rows[:, TOKENS] == 20).all()
 
 
@@ -89,7 +89,7 @@ def test_columns_and_unfold(first, ring):
     whole = new(70)
     for seen in range(71):
         if seen:
-            pages.step(store.inputs, tuple(side[:, :, seen - 1 : seen] for side in whole))
+            reference.step(store.inputs, tuple(side[:, :, seen - 1 : seen] for side in whole))
         slots = store.tokens.capacity
         expected = [-1] * (first + slots + ring)
         region = max(seen - first - ring, 0)
@@ -97,12 +97,12 @@ def test_columns_and_unfold(first, ring):
             left = token - first
             slot = token if left < 0 else first + left if left < region else first + slots + left % ring
             expected[slot] = token
-        assert store.inputs.columns(store.inputs.gather(0)[1])[:, 0].tolist() == [expected] * ROWS
+        assert store.inputs.columns(store.inputs.pages.read(0, store.inputs.max_length)[1])[:, 0].tolist() == [expected] * ROWS
         if seen % 7 and seen < 60:
             continue
         for coming in (0, 1, 6):
             x = new(coming)
-            got = pages.unfold(store.inputs, 70, x)
+            got = reference.unfold(store.inputs, 70, x)
             for side, known, fresh in zip(got, whole, x, strict=True):
                 wanted = torch.zeros(ROWS, HEADS, 80, known.shape[3])
                 wanted[:, :, :seen] = known[:, :, :seen]

@@ -8,7 +8,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache
-from qkvcache.kernels.pages import LENGTH, TOKENS, block_of
+from qkvcache.kernels.paged_inputs import LENGTH, TOKENS
+from qkvcache.kernels.segments import block_of
 from qkvcache.storage import PAGE, Storage, storage
 from tests.matrix import FORMATS as REGISTRY
 from tests.seeds import SEED

@@ -31,8 +31,10 @@ from torch import Tensor
 from ...formats.base import Codec
 from ...formats.rotation import rotation_block
 from ..host.dispatch import dequantize_pages, on_triton, sum_attention
-from ..pages import AttentionInputs, Pages, dequantized
+from ..inputs import AttentionInputs
+from ..pages import Pages
 from ..segments import Exact, Packed, Pair, join_tokens
+from ..store.reference import dequantized
 from ..sum_attention import BLOCK
 from .reference import MASKED_SCORE
 

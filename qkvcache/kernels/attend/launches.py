@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ...formats.base import PackedLayout
-from ..pages import LEAST_SPLIT, MOST_SPLITS, PagedInputs
+from ..paged_inputs import PagedInputs
 from ..segments import layout_of
+from ..work import LEAST_SPLIT, MOST_SPLITS
 from .reference import Options
 
 
@@ -63,7 +64,7 @@ def tiled(query: Tensor, inputs: PagedInputs, mask: Tensor | None, options: Opti
 
     It serves causal attention under no mask but one that hides columns, of quantized keys and values of 64 or 128 channels in fp16 or bf16,
     on Hopper: on other GPUs nobody measured it."""
-    if inputs.pages.per_head or inputs.splits or options.get("observed") is not None or not options.get("causal"):
+    if inputs.pages.per_head or inputs.work.splits or options.get("observed") is not None or not options.get("causal"):
         return None
     return in_tiles(query, inputs, mask)
 
@@ -100,11 +101,11 @@ LEAST_SPARED = 5 * 2**16
 
 def supports(inputs: PagedInputs, query: Tensor) -> bool:
     """Whether the fused kernel can read these inputs, exact tokens among them."""
-    known, recent = inputs.launches.get("supported"), inputs.ring
+    known, recent = inputs.prepared.of_layer.get("supported"), inputs.ring
     if known is None:
         layouts = [layout_of(codec) for codec in inputs.pages.codecs]
         fits = all(layout and _fits(layout, x) for layout, x in zip(layouts, recent, strict=True))
-        known = inputs.launches["supported"] = fits and inputs.pages.by_page
+        known = inputs.prepared.of_layer["supported"] = fits and inputs.pages.by_page
     return known and query.dtype == recent[0].dtype
 
 

@@ -17,8 +17,10 @@ from torch import Tensor
 from ...formats.base import Codec
 from ..host.launch import Held, Launcher
 from ..host.tables import Side, Tables, tables
-from ..pages import BLOCK, MOST_SPLITS, TOGETHER, PagedInputs
+from ..paged_inputs import PagedInputs
+from ..pages import BLOCK
 from ..segments import layout_of, planes_of
+from ..work import MOST_SPLITS, TOGETHER
 from . import launches as fused
 from .launches import Launch, architecture, in_tiles, launched, split, tiled
 from .reference import Options
@@ -60,9 +62,9 @@ class Layer(NamedTuple):
 def layer_of(inputs: PagedInputs) -> Layer:
     """The layer of these inputs, which storage keeps until its pages move."""
     counted = inputs.rows is not None
-    found = inputs.launches.get(counted)
+    found = inputs.prepared.of_layer.get(counted)
     if found is None:
-        found = inputs.launches[counted] = _layer(inputs, counted)
+        found = inputs.prepared.of_layer[counted] = _layer(inputs, counted)
     return found
 
 
@@ -95,7 +97,7 @@ def _kind(
     v_strides: tuple[int, ...],
 ) -> Kind:
     use = tables(codecs, *dims, device)
-    turn = use.factor if use.whole is None else 1.0
+    turn = use.queries.factor if use.queries.whole is None else 1.0
     constants = {
         "KEYS": Side(use.key, dims[0], once[0], k_strides, turn), "VALUES": Side(use.value, dims[1], once[1], v_strides),
         "PAGES": (page_size, base), "COUNTED": counted,
@@ -114,23 +116,18 @@ def plane_strides(planes: Sequence[Tensor], once: bool) -> tuple[int, ...]:
 
 
 def held_of(inputs: PagedInputs, empty: Tensor) -> Held:
-    """The arguments `OF_INPUTS`; a `Selection` takes the place of the table."""
-    selection = inputs.selection
-    if selection is None and "attention" in inputs.held:
-        return inputs.held["attention"]
+    """The arguments `OF_INPUTS`."""
+    prepared = inputs.prepared.of_inputs
+    if "attention" in prepared:
+        return prepared["attention"]
     rows, pages, exact, (sinks, _, ring) = inputs.rows, inputs.pages, (*inputs.sinks, *inputs.ring), inputs.slots
-    (table_b, table_h, lengths_b, lengths_h), table, chosen = pages.strides, pages.table, None
-    if selection is not None:
-        table, chosen = selection.entries, (selection.blocks, selection.lengths)
-        table_b, table_h, _ = table.stride()
-    held = Held(
+    table_b, table_h, lengths_b, lengths_h = pages.strides
+    held = prepared["attention"] = Held(
         exact=(*exact, *(n for x in exact for n in x.stride()[:3])), n_sinks=sinks, n_residual=ring,
         rows=rows, rows_b=0 if rows is None else rows.stride(0),
-        lengths=None if rows is None else pages.lengths, lengths_b=lengths_b, lengths_h=lengths_h, table=table, table_b=table_b,
-        table_h=table_h, chosen=chosen,
+        lengths=None if rows is None else pages.lengths, lengths_b=lengths_b, lengths_h=lengths_h, table=pages.table,
+        table_b=table_b, table_h=table_h, chosen=pages.chosen,
     )  # fmt: skip
-    if selection is None:
-        inputs.held["attention"] = held
     return held
 
 
@@ -143,7 +140,7 @@ class Form(NamedTuple):
     exact: whether there are exact tokens, or slots for them.
     softcap: the cap of scores; None: none.
     items: columns of the items of `Splits` that divide the rows among programs; 0: nothing does.
-    selected: whether a `Selection` says what is read.
+    chosen: whether chosen blocks are read.
     """
 
     shape: torch.Size
@@ -154,7 +151,7 @@ class Form(NamedTuple):
     softcap: float | None
     sinks: bool
     items: int
-    selected: bool
+    chosen: bool
     launch: Launch | None
 
 
@@ -169,7 +166,7 @@ class Launches:
         arch, processors = architecture(device)
         rows, nvidia = self.groups * self.queries, bool(arch) or device.type == "cpu"
         launch = form.launch or launched(use.key, use.value, max(keys.dim, values.dim), rows, nvidia)
-        self.tile = min(launch.tile, BLOCK) if form.selected and not launch.many else launch.tile
+        self.tile = min(launch.tile, BLOCK) if form.chosen and not launch.many else launch.tile
         self.rows, self.many = launch.rows if nvidia else 16, launch.many
         self.blocks, self.programs = -(-rows // self.rows), processors * launch.programs
         self.panels = (1 if form.items else self.batch) * self.heads * self.blocks  # each is read by as many programs as there are splits
@@ -179,7 +176,7 @@ class Launches:
         self.fixed = {
             **kind.constants, "G": self.groups, "R": self.rows, "T": self.tile, "SOFTCAP": form.softcap, "MASK": form.mask, "ARCH": arch,
             "CAUSAL": form.causal and self.queries > 1, "EXACT": self.exact, "ITEMS": form.items, "heads": self.heads,
-            "queries": self.queries, "rotation": (use.rotation, use.signs),
+            "queries": self.queries, "rotation": (use.queries.words, use.queries.signs),
         }  # fmt: skip
         """Arguments that launches of other kernels may share."""
         self.others: dict[str, Launcher] = {}
@@ -189,7 +186,7 @@ class Launches:
             options["maxnreg"] = launch.registers
         held = (*OF_LAYER, *OF_INPUTS, *OF_CALL)
         if launch.many:
-            tiles = {"rotation": use.matrix, "MASK": form.mask != "none"}
+            tiles = {"rotation": use.queries.matrix, "MASK": form.mask != "none"}
             self.attend = Launcher(attend_tiles_kernel, device, ("query", "part", "tops"), held, **self.fixed | options | tiles)
         else:
             given = "query", "region_query", "part", "tops"
@@ -228,6 +225,7 @@ class Plan:
         launch: for measuring; chosen by format otherwise.
         items: divide the rows among programs.
         skip: tokens at the beginning of pages that another plan reads.
+        exact: whether it reads sinks and ring.
     """
 
     def __init__(
@@ -239,10 +237,12 @@ class Plan:
         launch: Launch | None = None,
         items: Tensor | None = None,
         skip: int = 0,
+        exact: bool = True,
     ) -> None:
         self.kind = kind = layer_of(inputs).kind
-        self.empty, self.items, self.tokens, self.splits_of_rows = kind.empty, items, inputs.tokens, inputs.splits
-        self.zones = zones = (region, sinks, ring) = (inputs.slots[1], inputs.slots[0], inputs.slots[2])
+        self.empty, self.items, self.tokens, self.splits_of_rows = kind.empty, items, inputs.work.tokens, inputs.work.splits
+        sinks, region, ring = inputs.slots
+        self.zones = zones = region, sinks, ring
         self.skip, self.max_length, shape = skip, inputs.max_length, query.shape
         scaling, softcap = options.get("scaling"), options.get("softcap")
         self.mask, shown = kind.empty, "none"
@@ -258,9 +258,9 @@ class Plan:
         self.query_strides = self._laid_out(query).stride()
         self.scaling = float(shape[3] ** -0.5 if scaling is None else scaling)
         form = Form(
-            shape, inputs.ring[0].shape[1], shown, inputs.exact and sinks + ring > 0, options.get("causal", False),
+            shape, inputs.ring[0].shape[1], shown, exact and sinks + ring > 0, options.get("causal", False),
             None if softcap is None else float(softcap), options.get("sinks") is not None, 0 if items is None else items.shape[1],
-            inputs.selection is not None, launch,
+            inputs.pages.chosen is not None, launch,
         )  # fmt: skip
         if form not in kind.launches:
             kind.launches[form] = Launches(kind, form)
@@ -282,13 +282,13 @@ class Plan:
         self.reduce = self.launches.reduce(0)
 
     def _laid_out(self, query: Tensor) -> Tensor:
-        whole = self.kind.use.whole is not None
+        whole = self.kind.use.queries.whole is not None
         return query.contiguous() if whole or query.stride(-1) != 1 else query
 
     def rotated(self, query: Tensor) -> Tensor:
         """The queries for quantized keys, which the kernel itself rotates in most formats."""
-        use = self.kind.use
-        return query if use.whole is None else _rotate(query, use.whole, use.factor)
+        whole, *_, factor = self.kind.use.queries
+        return query if whole is None else _rotate(query, whole, factor)
 
     def _splits(self) -> tuple[int, int]:
         """Splits of the launch, and the fewest tokens of each."""
@@ -367,7 +367,7 @@ class Plan:
 def _sizes(inputs: PagedInputs) -> tuple:
     """The sizes that a plan depends on, beside the kind of a layer."""
     sinks, ring = inputs.sinks[0].shape[2], inputs.ring[0].shape
-    return inputs.max_length, sinks, ring[1], ring[2], inputs.branches, inputs.shared, inputs.splits, inputs.tokens
+    return inputs.max_length, sinks, ring[1], ring[2], inputs.work
 
 
 def _rotate(query: Tensor, matrix: Tensor, factor: float) -> Tensor:
@@ -395,17 +395,18 @@ def plan_pages(
             f"causal with {query.shape[2]} queries: their own tokens must be among the exact recent ones, of which there are "
             f"{inputs.slots[2]}"
         )
-    splits = inputs.splits if query.shape[2] == 1 and options.get("observed") is None and inputs.selection is None else None
+    work = inputs.work
+    splits = work.splits if query.shape[2] == 1 and options.get("observed") is None and inputs.pages.chosen is None else None
     launch = launch or tiled(query, inputs, mask, options)
     if cascades(query, inputs, launch, options):
-        plan = Plan(query, inputs, mask, options, skip=inputs.shared)
-        return plan.join(_shared(query, mask, inputs, options), inputs.branches)
+        plan = Plan(query, inputs, mask, options, skip=work.shared)
+        return plan.join(_shared(query, mask, inputs, options), work.branches)
     if splits is None:
         return Plan(query, inputs, mask, options, launch)
     plan = Plan(query, inputs, mask, options, launch, splits.items)
     if splits.shared is None:
         return plan
-    return plan.join(Plan(query, inputs.twin(exact=False), None, options, fused.OF_SHARED, splits.shared), TOGETHER)
+    return plan.join(Plan(query, inputs, None, options, fused.OF_SHARED, splits.shared, exact=False), TOGETHER)
 
 
 def attend_pages(
@@ -421,28 +422,29 @@ def attend_pages(
 
 def cascades(query: Tensor, inputs: PagedInputs, launch: Launch | None, options: Options) -> bool:
     """Whether the tokens that rows share are read once for all of them, in a launch of their own."""
-    if inputs.branches == 1 or launch or inputs.selection or inputs.splits or options.get("observed") is not None:
+    _, splits, branches, shared = inputs.work
+    if branches == 1 or launch or inputs.pages.chosen or splits or options.get("observed") is not None:
         return False
     batch = query.shape[0]
-    return (batch - batch // inputs.branches) * inputs.shared * inputs.ring[0].shape[1] >= fused.LEAST_SPARED
+    return (batch - batch // branches) * shared * inputs.ring[0].shape[1] >= fused.LEAST_SPARED
 
 
 def _shared(query: Tensor, mask: Tensor | None, inputs: PagedInputs, options: Options) -> Plan:
-    """The plan over the tokens that `inputs.branches` rows share, with the queries of these rows as those of one."""
-    shared = inputs.first_shared()
-    query = _of_branches(query, inputs.branches)
+    """The plan over the tokens that `work.branches` rows share, with the queries of these rows as those of one."""
+    shared, branches = inputs.first_shared(), inputs.work.branches
+    query = _of_branches(query, branches)
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
-        mask = _of_branches(mask.expand(len(inputs.pages.table), -1, query.shape[2] // inputs.branches, -1), inputs.branches)
+        mask = _of_branches(mask.expand(len(inputs.pages.table), -1, query.shape[2] // branches, -1), branches)
     launch = in_tiles(query, shared, mask) or (fused.OF_SHARED if max(x.shape[3] for x in shared.ring) <= 128 else None)
-    return Plan(query, shared, mask, {**options, "causal": False}, launch)
+    return Plan(query, shared, mask, {**options, "causal": False}, launch, exact=False)
 
 
 def _of_first(query: Tensor, inputs: PagedInputs, beside: Plan) -> tuple[Tensor, PagedInputs]:
     """The queries and the inputs of the plan of shared tokens `beside` another over `inputs`."""
     if beside.items is not None:
-        return query, inputs.twin(exact=False)
-    return beside._laid_out(_of_branches(query, inputs.branches)), inputs.first_shared()
+        return query, inputs
+    return beside._laid_out(_of_branches(query, inputs.work.branches)), inputs.first_shared()
 
 
 def _of_branches(x: Tensor, branches: int) -> Tensor:

@@ -11,7 +11,8 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from ..pages import AttentionInputs, PagedInputs, paged_side
+from ..inputs import AttentionInputs
+from ..paged_inputs import PagedInputs, paged_side
 from ..segments import KeysOrValues, pv, qk
 
 MASKED_SCORE = -1e30  # finite: a fully masked row must come out as numbers, not as nan

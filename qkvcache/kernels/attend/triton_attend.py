@@ -18,14 +18,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .. import pages
+from .. import paged_inputs, pages
 from ..device.math import MASKED_SCORE, exp2, inverse, log2
 from ..device.scales import group_scales, scale_of_plane, scaled, token_scale
 from ..device.unpack import offset_of, plane_offset, unit_of, unpack
 from ..store.triton_dequantize import scales_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
-BEGIN, SINK_ROW, RING_ROW, SINKS, RING_START, RING_TOKENS = (tl.constexpr(column) for column in pages.COLUMNS[:6])
+BEGIN, SINK_ROW, RING_ROW, SINKS, RING_START, RING_TOKENS = (tl.constexpr(column) for column in paged_inputs.COLUMNS[:6])
 BLOCK = tl.constexpr(pages.BLOCK)
 EXACT_TILE = tl.constexpr(32)
 """Exact tokens of a tile. One program reads all of them, and with few other tokens all others wait for it."""
@@ -523,10 +523,10 @@ def attend_kernel(
     region_query   the same; or fp32 and rotated beforehand, with the strides of `query`
     rotation       fp16 [KT, KT] and signs fp32 [D]: `tables.Tables`; read if keys are rotated
     table          int32 or int64 [B, P] or [B, H, P], entries of pages: table_b, table_h (0: all heads share)
-    rows           int32 [B, 8], `pages.COLUMNS`: rows_b; None: rows are alike
+    rows           int32 [B, 8], `paged_inputs.COLUMNS`: rows_b; None: rows are alike
     lengths        int32 [B] or [B, H], tokens in the pages: lengths_b, lengths_h (0: all heads share); read with `rows`
     items          int32 [N, ITEMS], `pages.Splits.items` or `pages.Splits.shared`; ITEMS 0: each row has as many splits
-    chosen         `pages.Selection`: blocks int32 [B, H, P] with the strides of `table`, which has its entries, and lengths int32 [B * H];
+    chosen         `Pages.chosen`: blocks int32 [B, H, P] with the strides of `table`, which has their entries, and lengths int32 [B * H];
                    None: all tokens are read
     k_planes       of the first page: codes [entries, H', PAGE, words], words of 16 bits (`half`: the model's dtype), high bits int16
                    [entries, H', PAGE, words / 2], scales [entries, H', PAGE, scales of a token], or [B, H'] if one serves all tokens; the

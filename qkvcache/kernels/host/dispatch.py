@@ -20,13 +20,15 @@ import torch
 from torch import Tensor
 
 from ...formats.base import Codec
-from ...rooms import registered
-from .. import pages as paged
 from .. import sum_attention as reference
 from ..attend.reference import OPTIONS, Options, attend_observed
 from ..attend.reference import attend_pages as attend_pages_in_torch
-from ..pages import AttentionInputs, PagedInputs, Pages, Splits
+from ..inputs import AttentionInputs
+from ..paged_inputs import PagedInputs
+from ..pages import Pages
 from ..segments import Exact, KeysOrValues, Packed, Pair, layout_of
+from ..store import reference as stores
+from ..work import TOGETHER, Splits
 from .handles import ORDER
 
 _NO_KERNEL = "no fused attention for head_dim {} in {}: torch operations instead, which are slow"
@@ -60,12 +62,6 @@ def module(name: str) -> ModuleType:
 
 
 _LOADING: list[threading.Thread] = []
-
-
-@functools.cache
-def room(name: str) -> Any:
-    """The module with the functions that the core calls where inputs are those of a room."""
-    return dict(registered("KERNELS"))[name]
 
 
 def load_ahead() -> None:
@@ -147,7 +143,7 @@ def attends_in_tiles(query: Tensor, attention_inputs: AttentionInputs, mask: Ten
     """Whether the fused kernel for many rows serves causal attention to these inputs. Dequantizing is faster where pages lie in host
     memory, which it reads once."""
     inputs = attention_inputs.paged
-    if inputs is None or inputs.pages.index or torch.compiler.is_compiling() or not on_triton(query.device):
+    if inputs is None or inputs.pages.on_host or torch.compiler.is_compiling() or not on_triton(query.device):
         return False
     fused = module("attend.launches")
     return fused.supports(inputs, query) and fused.tiled(query, inputs, mask, {"causal": True}) is not None
@@ -162,7 +158,7 @@ def plan_on_codes(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor
     """The plan of `attend_on_codes` for layers that are alike (`plan.Plan`); None where there is no kernel, or each layer chooses what it
     reads."""
     inputs = attention_inputs.paged
-    if inputs is None or attention_inputs.by_head or inputs.selects(query) or not fuses("attend.launches", inputs, query):
+    if inputs is None or attention_inputs.by_head or chooses(inputs, query) or not fuses("attend.launches", inputs, query):
         return None
     return module("attend.plan").plan_pages(query, inputs, mask, **options)
 
@@ -181,11 +177,16 @@ def observe_on_codes(
     if inputs is not None and not by_slot:
         kernel = fuses("attend.launches", inputs, query)
         by_pages = kernel or attention_inputs.by_head
-        if by_pages or (observed is None and inputs.selects(query)):
+        if by_pages or (observed is None and chooses(inputs, query)):
             keys = None if by_pages else [x for x in attention_inputs.key.segments if isinstance(x, Packed)]
             out, _, attention_sums = _attend_pages(kernel, query, inputs, mask, keys, **options)
             return out, attention_sums
     return attend_observed(query, attention_inputs, mask, **options)
+
+
+def chooses(inputs: PagedInputs, query: Tensor) -> bool:
+    """Whether attention of `query` reads chosen tokens of `inputs`."""
+    return inputs.select is not None and inputs.select.chooses(query, inputs)
 
 
 def observes_slots(query: Tensor, attention_inputs: AttentionInputs) -> bool:
@@ -208,11 +209,11 @@ def _attend_pages(
     keys: list[Packed] | None = None,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend_pages` in eager code, over the blocks that are chosen, if the inputs have a budget. `keys`: as of `select_blocks`."""
+    """`attend_pages` in eager code, over the blocks that the inputs choose, if they do. `keys`: as of `Select.attend`."""
     attend = module("attend.plan").attend_pages if by_kernel else attend_pages_in_torch
-    if options.get("observed") is not None or not inputs.selects(query):
+    if inputs.select is None or options.get("observed") is not None or not inputs.select.chooses(query, inputs):
         return attend(query, inputs, mask, **options)
-    return room("select").attend_pages(attend, by_kernel, query, inputs, mask, keys, **options)
+    return inputs.select.attend(attend, by_kernel, query, inputs, mask, keys, **options)
 
 
 def split_rows(lengths: Tensor, max_length: int, heads: int, shares: Tensor | None = None) -> Splits | None:
@@ -225,7 +226,7 @@ def split_rows(lengths: Tensor, max_length: int, heads: int, shares: Tensor | No
 
 def reads_together(groups: int, head_dim: int, device: torch.device) -> bool:
     """Whether kernels read what rows of a batch share once for `TOGETHER` of them, with `groups` query heads of a KV head."""
-    return on_triton(device) and head_dim <= 128 and groups * paged.TOGETHER <= module("attend.launches").OF_SHARED.rows
+    return on_triton(device) and head_dim <= 128 and groups * TOGETHER <= module("attend.launches").OF_SHARED.rows
 
 
 def _serve(kernels: str, codecs: tuple[Codec, Codec], x: Pair) -> bool:
@@ -243,45 +244,38 @@ def _dequantizes(pages: Pages, out: Pair) -> bool:
 
 
 def quantize_into(pages: Pages, x: Pair, slots: Tensor | int, zones: Sequence[tuple[Pair, Tensor]] = ()) -> None:
-    """`pages.quantize_into`, in one launch where there is a kernel, and the same in `pages.index`."""
-    kernels = module("store.triton_store") if pages.by_page and quantizes(pages.codecs, x) else paged
+    """`reference.quantize_into`, in one launch where there is a kernel."""
+    kernels = module("store.triton_store") if pages.by_page and quantizes(pages.codecs, x) else stores
     kernels.quantize_into(pages, x, slots, zones)
-    if pages.index is not None and isinstance(slots, int):
-        copy_index(pages, x[0].shape[2], slots)
 
 
 def dequantize_pages(pages: Pages, out: Pair, begin: int = 0) -> None:
-    """`pages.dequantize_pages`, in one launch where there is a kernel."""
-    kernels = module("store.triton_dequantize") if _dequantizes(pages, out) else paged
+    """`reference.dequantize_pages`, in one launch where there is a kernel."""
+    kernels = module("store.triton_dequantize") if _dequantizes(pages, out) else stores
     kernels.dequantize_pages(pages, out, begin)
 
 
 def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], tiles: Tensor, out: Pair) -> None:
-    """`pages.gather_rows`, in one launch where there is a kernel."""
-    kernels = module("store.triton_gather") if _dequantizes(inputs.pages, out) else paged
+    """`reference.gather_rows`, in one launch where there is a kernel."""
+    kernels = module("store.triton_gather") if _dequantizes(inputs.pages, out) else stores
     kernels.gather_rows(inputs, new, starts, tiles, out)
 
 
-def copy_index(pages: Pages, tokens: int, begin: int | None = None) -> None:
-    """Copies tokens into `pages.index`, if there is one: `tokens` of them from `begin` on; None: the last ones, as the device counts."""
-    if pages.index is not None and tokens:
-        room("select").index_of(pages, tokens, begin)()
-
-
 def calibrate(inputs: PagedInputs, begun: Tensor, x: Pair, is_valid: Tensor | None) -> None:
-    """`pages.calibrate` of the pages of `inputs`, in compiled code."""
+    """`reference.calibrate` of the pages of `inputs`, in compiled code."""
     torch.ops.qkvcache.calibrate(inputs.handle, ORDER[x[0].device], begun, *x, is_valid)
 
 
 def step(inputs: PagedInputs, x: Pair) -> None:
-    """Stores keys and values `[B, H, T, D]`, counting on the device: `pages.step`, in one launch where there is a kernel."""
+    """Stores keys and values `[B, H, T, D]`, counting on the device: `reference.step`, in one launch where there is a kernel."""
     if torch.compiler.is_compiling():
         torch.ops.qkvcache.step(inputs.handle, ORDER[x[0].device], *x)
     elif launch := launch_of_step(inputs, x):
         launch(x)
     else:
-        paged.step(inputs, x)
-        copy_index(inputs.pages, x[0].shape[2])
+        stores.step(inputs, x)
+        if inputs.pages.on_host:
+            inputs.pages.copy_of(x[0].shape[2])()
 
 
 def launch_of_step(inputs: PagedInputs, x: Pair) -> Callable[[Pair], None] | None:
@@ -289,9 +283,9 @@ def launch_of_step(inputs: PagedInputs, x: Pair) -> Callable[[Pair], None] | Non
     if not (inputs.pages.by_page and quantizes(inputs.pages.codecs, x)):
         return None
     launch = module("store.triton_store").launch_of_step(inputs, x)
-    if inputs.pages.index is None:
+    if not inputs.pages.on_host:
         return launch
-    copy = room("select").index_of(inputs.pages, x[0].shape[2], None)
+    copy = inputs.pages.copy_of(x[0].shape[2])
 
     def stored(x: Pair) -> None:
         launch(x)
@@ -309,10 +303,10 @@ def launch_into(pages: Pages, x: Pair) -> Callable[[Pair, Tensor], None] | None:
 
 
 def unfold(inputs: PagedInputs, columns: int, new: Pair) -> Pair:
-    """`pages.unfold`: keys and values at their columns, `[B, H, columns, D]` each, followed by `new` `[B, H, T, D]`; zeros beyond."""
+    """`reference.unfold`: keys and values at their columns, `[B, H, columns, D]` each, followed by `new` `[B, H, T, D]`; zeros beyond."""
     if torch.compiler.is_compiling():
         return torch.ops.qkvcache.unfold(inputs.handle, ORDER[new[0].device], columns, *new)
-    return paged.unfold(inputs, columns, new)
+    return stores.unfold(inputs, columns, new)
 
 
 def read(x: Tensor) -> Tensor:

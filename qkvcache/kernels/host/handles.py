@@ -31,10 +31,11 @@ def give_handle(inputs: Any) -> None:
     identity, device = inputs.identity, inputs.ring[0].device
     if device not in ORDER:
         ORDER[device] = _static(device)
-    inputs.handle = _HANDLES.get(identity)
-    if inputs.handle is None:
-        inputs.handle = _HANDLES[identity] = _static(device)
-    _INPUTS[inputs.handle.data_ptr()] = inputs
+    handle = _HANDLES.get(identity)
+    if handle is None:
+        handle = _HANDLES[identity] = _static(device)
+    inputs.prepared.handle = handle
+    _INPUTS[handle.data_ptr()] = inputs
 
 
 def _static(device: torch.device) -> Tensor:
@@ -45,7 +46,7 @@ def _static(device: torch.device) -> Tensor:
 
 
 def inputs_of(handle: Tensor) -> Any:
-    """The `PagedInputs` for which `handle` stands. Nothing is cached in them: a CUDA graph may be recorded, whose memory is its own.
+    """The `PagedInputs` for which `handle` stands.
 
     Raises RuntimeError where there are none, as in a program that was exported in another process."""
     address = handle.data_ptr()
@@ -55,4 +56,4 @@ def inputs_of(handle: Tensor) -> Any:
             "compiled code was called whose cache is gone or belongs to another process: export or compile with the cache that it is to use"
         )
     _USED[address] = inputs.handle
-    return inputs.twin(pages=inputs.pages.compiled, launches={}, held={})
+    return inputs.compiled

@@ -14,7 +14,8 @@ import torch
 
 from ...autocast import without_autocast
 from ..attend.reference import OPTIONS as NAMES
-from ..pages import calibrate, differ
+from ..segments import differ
+from ..store.reference import calibrate
 from . import dispatch
 from .handles import inputs_of
 

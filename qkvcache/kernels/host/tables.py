@@ -42,20 +42,26 @@ class Side:
     turn: float = 1.0
 
 
-class Tables(NamedTuple):
-    """The constant tensors of one pair of codecs, head_dim and device."""
+class Rotation(NamedTuple):
+    """The rotation of queries for quantized keys."""
 
-    key: PackedLayout
-    value: PackedLayout
     whole: Tensor | None
     """Rotates queries before the attention kernel where it cannot, fp16 `[D, D]`; else None."""
-    rotation: Tensor
+    words: Tensor
     """Rotates the words of a tile, fp16 `[words, words]`; additions across planes follow, `signs` come before, `factor` after."""
     matrix: Tensor
     """Rotates queries whole, fp16 `[D, D]`; `factor` comes after."""
     signs: Tensor
     """Signs of the channels of keys, fp32 `[D]`."""
     factor: float
+
+
+class Tables(NamedTuple):
+    """The constant tensors of one pair of codecs, head_dim and device."""
+
+    key: PackedLayout
+    value: PackedLayout
+    queries: Rotation
     k_shifts: Tensor
     """int16 `[32, words]`: see `_shifts`."""
     v_shifts: Tensor
@@ -74,17 +80,18 @@ def tables(codecs: tuple[Codec, Codec] | None, dim: int, value_dim: int, device:
     key, value = (PLAIN, PLAIN) if codecs is None else (dataclasses.replace(layout_of(codec) or PLAIN, search=0) for codec in codecs)
     k_rotation, v_rotation = (None, None) if codecs is None else (codec.rotation for codec in codecs)
     whole, factor, v_block = None, 1.0, 1
-    rotation = matrix = signs = v_signs = empty = torch.empty(0, dtype=torch.float32, device=device)
+    words = matrix = signs = v_signs = empty = torch.empty(0, dtype=torch.float32, device=device)
     shifts = {"k_shifts": _shifts(key, dim, device), "v_shifts": _shifts(value, value_dim, device)}
     if k_rotation:
         factor, matrix = rotation_block(dim) ** -0.5, k_rotation.matrix(dim, device, torch.float16)
         if key.group and dim & (dim - 1):  # words of whole planes cut across the blocks of the rotation
             whole, key = matrix, dataclasses.replace(key, rotation=0)
         else:
-            rotation, signs = _across_words(key, dim).to(device, torch.float16), _signs(k_rotation, dim, device)
+            words, signs = _across_words(key, dim).to(device, torch.float16), _signs(k_rotation, dim, device)
     if v_rotation:
         v_signs, v_block = _signs(v_rotation, value_dim, device), rotation_block(value_dim)
-    return Tables(key, value, whole, rotation, matrix, signs, factor, v_signs=v_signs, v_block=v_block, empty=empty, **shifts)
+    rotation = Rotation(whole, words, matrix, signs, factor)
+    return Tables(key, value, rotation, v_signs=v_signs, v_block=v_block, empty=empty, **shifts)
 
 
 def _across_words(codec: PackedLayout, dim: int) -> Tensor:

@@ -169,7 +169,7 @@ def decode(codec: Codec, codes: Codes, out: Tensor) -> None:
 
 
 def dequantize_pages(pages: Pages, out: tuple[Tensor, Tensor], begin: int = 0) -> None:
-    """Run `pages.dequantize_pages` in one launch, for outputs in fp16, bf16 or fp32 of any strides with contiguous channels."""
+    """Run `reference.dequantize_pages` in one launch, for outputs in fp16, bf16 or fp32 of any strides with contiguous channels."""
     batch, heads, tokens = out[0].shape[:3]
     if not batch * heads * tokens:
         return

@@ -1,4 +1,4 @@
-"""All tokens of rows of different lengths, one row after another, in one launch: what `pages.gather_rows` computes.
+"""All tokens of rows of different lengths, one row after another, in one launch: what `reference.gather_rows` computes.
 
 A program writes a tile of tokens of keys or of values: it reads them where they are, in the sinks, in the pages, which it dequantizes, in
 the ring, or among the new tokens.
@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..pages import GATHER_TILE, PagedInputs
+from ..paged_inputs import PagedInputs
 from ..segments import Pair
+from .reference import GATHER_TILE
 from .triton_dequantize import (
     load_tile,
     load_vectors,
@@ -29,7 +30,7 @@ from .triton_store import contiguous
 def arguments_of(inputs: PagedInputs) -> tuple[list[tuple], list[Any], tuple[int, int, int]]:
     """Arguments that depend on neither rows nor tokens, computed once: sinks, ring and planes of keys and of values;
     constants; the tile."""
-    if "gather" not in inputs.launches:
+    if "gather" not in inputs.prepared.of_layer:
         pages, sides, constants = inputs.pages, list[tuple](), list[Any]()
         parts = zip(pages.codecs, pages.planes, pages.statistics, inputs.sinks, inputs.ring, strict=True)
         for codec, each, once, sinks, ring in parts:
@@ -37,12 +38,12 @@ def arguments_of(inputs: PagedInputs) -> tuple[list[tuple], list[Any], tuple[int
             sides.append((sinks, *sinks.stride()[:3], ring, *ring.stride()[:3], planes))
             constants += [layout, ring.shape[3]]
         sizes = tile_of_pages(tuple(constants[::2]), inputs.ring[0].shape[1], GATHER_TILE, max(map(padded, constants[1::2])))
-        inputs.launches["gather"] = sides, constants, sizes
-    return inputs.launches["gather"]
+        inputs.prepared.of_layer["gather"] = sides, constants, sizes
+    return inputs.prepared.of_layer["gather"]
 
 
 def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], tiles: Tensor, out: Pair) -> None:
-    """Run `pages.gather_rows` in one launch."""
+    """Run `reference.gather_rows` in one launch."""
     pages, heads = inputs.pages, out[0].shape[1]
     rows: Tensor = inputs.rows  # type: ignore[assignment]
     lengths: Tensor = pages.lengths  # type: ignore[assignment]
@@ -125,7 +126,7 @@ def _gather_rows_kernel(
     value, V   the same of values, [.., DV]
     tiles      int32 [M, 2]: `pages.gather_tiles`
     new_starts, out_starts   int32 [B + 1]: the first token of a row among the new ones and in the output
-    rows       int32 [B, 8], `pages.COLUMNS`: rows_b                        lengths  int32 [B]: lengths_b
+    rows       int32 [B, 8], `paged_inputs.COLUMNS`: rows_b                        lengths  int32 [B]: lengths_b
     table      int32 or int64 [B, pages], BASE being the first page: table_b
     heads      H
     """

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ...formats.base import Codes, PackedLayout
 from ..host.launch import Held, Launcher
-from ..pages import PagedInputs, Pages
+from ..paged_inputs import PagedInputs
+from ..pages import Pages
 from ..segments import Pair
 from .triton_dequantize import (
     known,
@@ -60,7 +61,7 @@ def _planes(layout: PackedLayout, codes: Codes, like: Tensor) -> tuple[object, .
 
 
 def quantize_into(pages: Pages, x: Pair, slots: Tensor | int, zones: Sequence[tuple[Pair, Tensor]] = ()) -> None:
-    """Run `pages.quantize_into` in one launch, for keys and values in fp16, bf16 or fp32. Raises ValueError for a codec
+    """Run `reference.quantize_into` in one launch, for keys and values in fp16, bf16 or fp32. Raises ValueError for a codec
     that `triton_quantize.supports` does not accept."""
     if not x[0].numel():
         return
@@ -126,11 +127,11 @@ OF_STORAGE = "stored", "control", "rows", "rows_b", "table", "table_b", "sink_sl
 
 
 def launch_of_step(inputs: PagedInputs, x: Pair) -> Callable[[Pair], None]:
-    """`pages.step` for tokens like `x`, `[B, H, T, D]`, with all other arguments prepared."""
+    """`reference.step` for tokens like `x`, `[B, H, T, D]`, with all other arguments prepared."""
     batch, heads, tokens, dim = x[0].shape
-    if "store" not in inputs.held:
-        inputs.held["store"] = _of_storage(inputs)
-    layouts, storage = inputs.held["store"]
+    if "store" not in inputs.prepared.of_inputs:
+        inputs.prepared.of_inputs["store"] = _of_storage(inputs)
+    layouts, storage = inputs.prepared.of_inputs["store"]
     dims, pages = (dim, x[1].shape[3]), inputs.pages
     across, along, warps = tile(layouts, heads, tokens, padded(max(dims)), x[0].element_size())
     run = _launcher(
@@ -227,8 +228,8 @@ def _step_kernel(
               first three dimensions
     stored    of keys, then of values: the ring [B, H, ring_slots, D] model dtype, tokens contiguous, with strides over rows and heads; the
               sinks [B, H, sink_slots, D] likewise; planes of the first page, as of `_quantize_kernel`, as is L
-    control   int32 [3], `pages.CONTROL`
-    rows      int32 [B, 8], `pages.COLUMNS`: rows_b
+    control   int32 [3], `paged_inputs.CONTROL`
+    rows      int32 [B, 8], `paged_inputs.COLUMNS`: rows_b
     table     int32 or int64 [B, P], entries of pages of PAGE tokens, BASE being the first: table_b
     heads     H                        batch   B
 
