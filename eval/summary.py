@@ -110,8 +110,8 @@ def tasks() -> Table:
         lines += [[name, *cells, f"{plain['ms'] / whole['ms']:.1f}x" if whole and plain else ""]] * any(cells)
     heads = [f"{name}, after {tokens:,} tokens" for name, (_, tokens) in ASKED.items()]
     caption = (
-        "Qwen2.5-Coder-1.5B-Instruct in bf16. KL: nats, after 8,192 tokens. Tasks: right answers of all, standard error; answers lost / won "
-        "against `DynamicCache`, McNemar's exact p. A step: of generate, 8 requests of 32,768 tokens, 8B shape of random weights, "
+        "Qwen2.5-Coder-1.5B-Instruct in bf16. KL: nats, after 8,192 tokens. Tasks: right answers of all, standard error; answers lost / "
+        "won against `DynamicCache`, McNemar's exact p. A step: of generate, 8 requests of 32,768 tokens, 8B shape of random weights, "
         "`max_length`, against the same library without compression, H100."
     )
     return Table(["cache", "smaller", "KL", *heads, "a step"], lines, "", caption, rule=RULE)
