@@ -173,7 +173,7 @@ class Fields(BaseModel, extra="forbid", strict=True):
 
 
 class Samples(Fields):
-    """Those of answers with choices."""
+    """Fields of requests whose answers have choices."""
 
     max_tokens: Count | None = None
     n: Count = 1

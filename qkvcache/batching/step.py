@@ -47,7 +47,7 @@ class Batch:
     tables: BlockTables | None = None
     """Finds the tokens that rows share; None: each row reads its own."""
     shares: numpy.ndarray | None = None
-    """The shares of the rows of `table`, as of `shares_of`."""
+    """The shares of the rows of `table`, as in `shares_of`."""
 
     @property
     def count(self) -> Ints:
@@ -237,7 +237,7 @@ class PromptChunks:
 
 @dataclass
 class BatchStep:
-    """One forward pass: the slots that it writes, as of `Batch.writes`, its rows with one token, its chunks of prompts, and its number of
+    """One forward pass: the slots that it writes, as in `Batch.writes`, its rows with one token, its chunks of prompts, and its number of
     tokens without padding."""
 
     writes: Sequence[Tensor]

@@ -18,7 +18,7 @@ class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):  # typ
 
     Args:
         number_of_states: pairs of states, of a convolution and of a recurrence.
-        **options: those of the layer without states.
+        **options: options of the layer without states.
     """
 
     def __init__(self, *args: Any, number_of_states: int = 1, **options: Any):

@@ -28,7 +28,7 @@ def attend_pages(
     keys: list[Packed] | None,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend`, by kernels or not, over the blocks that `query` chooses. `keys`: as of `select_blocks`."""
+    """`attend`, by kernels or not, over the blocks that `query` chooses. `keys`: as in `select_blocks`."""
     choose = module(".select.triton_select_blocks").select_blocks if by_kernel else functools.partial(selecting.select_blocks, keys=keys)
     parts = []
     for few, read, shown in selecting.groups(query, inputs, mask, options.get("causal", False)):

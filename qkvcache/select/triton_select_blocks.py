@@ -70,7 +70,7 @@ def score_blocks_kernel(
 
     scores         fp32 [B * H, room, G * queries]; not written beyond a row's tokens, and for rows that read all blocks
     tokens, share  `pages.AttentionBudget`                       room       blocks of `n_quantized` tokens
-    other arguments   as of `triton_attend.attend_kernel`, of keys
+    other arguments   as in `triton_attend.attend_kernel`, of keys
     """
     COUNTED: tl.constexpr = rows is not None
     K: tl.constexpr = KEYS.layout

@@ -64,7 +64,7 @@ _LOADING: list[threading.Thread] = []
 
 @functools.cache
 def room(name: str) -> Any:
-    """The module with the functions that the core calls where inputs are those of a room."""
+    """The module with the functions that the core calls where a room made the inputs."""
     return dict(registered("KERNELS"))[name]
 
 
@@ -208,7 +208,7 @@ def _attend_pages(
     keys: list[Packed] | None = None,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend_pages` in eager code, over the blocks that are chosen, if the inputs have a budget. `keys`: as of `select_blocks`."""
+    """`attend_pages` in eager code, over the blocks that are chosen, if the inputs have a budget. `keys`: as in `select_blocks`."""
     attend = module("attend.plan").attend_pages if by_kernel else attend_pages_in_torch
     if options.get("observed") is not None or not inputs.selects(query):
         return attend(query, inputs, mask, **options)
@@ -217,7 +217,7 @@ def _attend_pages(
 
 def split_rows(lengths: Tensor, max_length: int, heads: int, shares: Tensor | None = None) -> Splits | None:
     """`Splits` of rows with `lengths` tokens in pages, int32 `[B]`, at most `max_length`, and `heads` KV heads; None
-    where the torch reference attends. `shares`: as of `Splits.of`."""
+    where the torch reference attends. `shares`: as in `Splits.of`."""
     if not on_triton(lengths.device):
         return None
     return Splits.of(lengths, max_length, max(module("attend.launches").programs_of(lengths.device) // heads, 1), shares)

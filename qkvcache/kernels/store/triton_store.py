@@ -222,7 +222,7 @@ def _step_kernel(
     key       [B, H, tokens, D[0]] model dtype, channels contiguous; value [B, H, tokens, D[1]] likewise; new_strides: of both, over the
               first three dimensions
     stored    of keys, then of values: the ring [B, H, ring_slots, D] model dtype, tokens contiguous, with strides over rows and heads; the
-              sinks [B, H, sink_slots, D] likewise; planes of the first page, as of `_quantize_kernel`, as is L
+              sinks [B, H, sink_slots, D] likewise; planes of the first page, as in `_quantize_kernel`, as is L
     control   int32 [3], `pages.CONTROL`
     rows      int32 [B, 8], `pages.COLUMNS`: rows_b
     table     int32 or int64 [B, P], entries of pages of PAGE tokens, BASE being the first: table_b
@@ -267,7 +267,7 @@ def _step_kernel(
 
 @triton.jit
 def _count(control, rows, rows_b, sink_slots, ring_slots, tokens, batch):
-    """Counts the tokens of a step; arguments as of `_step_kernel`."""
+    """Counts the tokens of a step; arguments as in `_step_kernel`."""
     room = tl.load(control + 2)
     dropped = 0
     for begin in range(0, batch, ROWS):
