@@ -110,7 +110,7 @@ class PackedLayout:
 
     @property
     def high(self) -> int:
-        """Bits of each code in the plane of high bits; 0: there is none. The plane has, for each bit, half as many words as the low bits' plane."""
+        """Bits of each code in the plane of high bits; 0: there is none. For each bit, it has half the words of the low bits."""
         return HIGH_BITS.get(self.kind, 0)
 
     @property
