@@ -26,7 +26,7 @@ from .shares import shares_of
 PAGE_SLOT, RING_SLOT, SINK_SLOT = range(len(COLUMNS), len(COLUMNS) + 3)
 SHARES = SINK_SLOT + 1
 HEADER = SHARES + 1 + TOGETHER
-"""Columns of the block table before the blocks: those of `PagedInputs.rows`, the slots of the new token, and what
+"""Columns of the block table before the blocks: the columns of `PagedInputs.rows`, the slots of the new token, and what
 `Splits.of` has of shared tokens. Slot 0 is never read. Blocks begin at a multiple of 16 bytes as in other batches;
 otherwise Triton would compile its kernels twice."""
 

@@ -98,7 +98,7 @@ def spread(x: Tensor, is_valid: Tensor | None) -> Tensor:
 
 
 def mean_energy(x: Tensor, is_valid: Tensor | None = None) -> Tensor:
-    """The energy of the means of channels over the energy of their variation, fp32 `[B, H]`, of keys `[B, H, T, D]`. `is_valid`: as of
+    """The energy of the means of channels over the energy of their variation, fp32 `[B, H]`, of keys `[B, H, T, D]`. `is_valid`: as in
     `Codec.calibrate`."""
     mean, square, _ = _moments(x, is_valid)
     mean, square = (energy.sum(-1).squeeze(-1) for energy in (mean.square(), square))

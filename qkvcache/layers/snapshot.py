@@ -5,7 +5,7 @@ Tokens of compressed and dense layers can be cut to any number of first tokens. 
 policy chose cannot: they return to the tokens at which a checkpoint of them was taken (`Snapshot.checkpoint`).
 
 Names of tensors: see `LayerStorage.snapshot` for layers of this library; `keys` and `values` for dense layers; the names of attributes
-after `STATE` for the states of linear attention, in layers that have attention beside it too; those of a layer's `indexer`
+after `STATE` for the states of linear attention, in layers that have attention beside it too; the tensors of a layer's `indexer`
 after `INDEXER`.
 """
 

@@ -268,7 +268,7 @@ def _region_tile(
 
 @triton.jit
 def exact_columns(at, tokens, start, oldest_slot, count, RING: tl.constexpr):
-    """Return whether the slots `at`, int [T], hold one of the exact tokens, bool [T], and their columns, int [T]. Arguments are those of
+    """Return whether the slots `at`, int [T], hold one of the exact tokens, bool [T], and their columns, int [T]. Arguments: see
     `exact_tiles`."""
     valid = at < tokens
     column = start + at

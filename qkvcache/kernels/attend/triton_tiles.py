@@ -142,7 +142,7 @@ def _page_of_tile(table, begin, high, place, PAGE: tl.constexpr, BASE: tl.conste
 
 @triton.jit
 def _scales_of_plane(X: tl.constexpr, WORDS: tl.constexpr, by_group, i: tl.constexpr, T: tl.constexpr):
-    """Scales of plane `i` of all words, fp16 [T, 1] or [T, WORDS], from those of each group."""
+    """Scales of plane `i` of all words, fp16 [T, 1] or [T, WORDS], from the scales of each group."""
     GROUP: tl.constexpr = X.group
     FIRST: tl.constexpr = i * WORDS // GROUP
     if WORDS <= GROUP:

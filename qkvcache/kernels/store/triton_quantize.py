@@ -195,7 +195,7 @@ def _lloyd(x, BITS: tl.constexpr):
 
 @triton.jit
 def _climb(x, AT: tl.constexpr, UP: tl.constexpr, COUNT: tl.constexpr):
-    """The sum of those of COUNT entries of UP whose thresholds in AT are at most `x`, fp32 of any shape and not negative: int32."""
+    """The sum of the entries among COUNT of UP whose thresholds in AT are at most `x`, fp32 of any shape and not negative: int32."""
     reached = tl.full(x.shape, UP[0], tl.int32)
     for i in tl.static_range(1, COUNT):
         reached += tl.where(x >= AT[i], UP[i], 0)
