@@ -151,21 +151,15 @@ def tables(rows: list[dict]) -> Iterator[Table]:
     batches, rows = ([row for row in rows if (row["what"] == "branches") == layer] for layer in (False, True))
     for device in dict.fromkeys(row["device"] for row in rows):
         mine = {(row["format"], row["branches"], row["shared"]): row for row in rows if row["device"] == device}
-        lines = []
-        for name, branches in dict.fromkeys(key[:2] for key in mine):
-            found = [mine.get((name, branches, n)) for n in SHARED]
-            cells = [
-                f"{row['us']:,.0f}{'' if row['read_once'] else '*'} / {row['ratio']:.2f} / {row['of_sdpa']:.1f} / {row['floor']:.1f}"
-                if row
-                else "-"
-                for row in found
+        lines = [
+            [
+                f"`{name}`", str(branches), f"{shared:,}", f"{row['us']:,.0f}{'' if row['read_once'] else '*'}",
+                f"{row['ratio']:.2f}x", f"{row['of_sdpa']:.1f}x", f"{row['floor']:.1f}x",
             ]
-            lines.append([f"`{name}`", str(branches), *cells])
-        yield Table(
-            ["format", "rows", *(f"{n:,} shared" for n in SHARED)],
-            lines,
-            f"{device}: us (* each row reads its tokens) / ratio / to SDPA / floor",
-        )
+            for (name, branches, shared), row in sorted(mine.items(), key=lambda item: (item[0][0] != "turboquant_4bit_nc", *item[0]))
+        ]  # fmt: skip
+        heads = ["us", "than rows of their own", "than SDPA in bf16", "what the bytes allow"]
+        yield Table(["format", "rows", "shared tokens", *heads], lines, f"{device}, one layer; times as fast")
     for device, layers in dict.fromkeys((row["device"], row["layers"]) for row in batches):
         lines = [
             [f"`{row['format']}`", str(row["samples"]), *(f"{row[name]:.2f}" for name in ("apart_ms", "together_ms", "ratio"))]

@@ -70,6 +70,7 @@ class Client:
         connection, begin, text, first, usage = http.client.HTTPConnection("127.0.0.1", PORT, timeout=300), time.perf_counter(), "", 0.0, {}
         headers = {"content-type": "application/json"} | ({} if self.affinity else {"x-session-id": uuid.uuid4().hex})
         body = {"model": "demo", "prompt": prompt, "max_tokens": new, "temperature": 0, "stream": True}
+        body["stream_options"] = {"include_usage": True}
         connection.request("POST", "/v1/completions", json.dumps(body), headers)
         answer = connection.getresponse()
         if answer.status != 200:
@@ -77,7 +78,8 @@ class Client:
         for line in answer:
             if line.startswith(b"data: {"):
                 first, event = first or time.perf_counter() - begin, json.loads(line[6:])
-                text, usage = text + event["choices"][0].get("text", ""), event.get("usage") or usage
+                text += "".join(choice["text"] for choice in event["choices"])
+                usage = event["usage"] or usage
         return text, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], first
 
 

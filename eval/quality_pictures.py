@@ -35,7 +35,7 @@ def front(rows: list[dict]) -> set[int]:
 def columns(rows: list[dict]) -> tuple[str, ...]:
     facts = (f"recall in {int(tokens):,}: unseen / seen" for tokens in rows[0]["recall"])
     quality = ("KL", "difference to the row above", "same top token", "perplexity ratio")
-    return ("cache", "exact", "bytes/token", "smaller", *quality, *facts, "% of uncompressed")
+    return ("cache", "exact", "bytes/token", "smaller", *quality, *facts)
 
 
 def by_kl(rows: list[dict]) -> list[dict]:
@@ -54,8 +54,7 @@ def all_right(row: dict) -> int:
 
 def cells(rows: list[dict]) -> list[tuple[str, ...]]:
     """Of rows that `by_kl` has put in order. What is on the Pareto front of all has an asterisk behind its name."""
-    best, dense = front(rows), next((row for row in rows if row["format"] is None), None)
-    found = []
+    best, found = front(rows), []
     for index, row in enumerate(rows):
         top = percent(row["same_top"], row["same_top_error"] if row["format"] else None)
         above = rows[index - 1] if index and group(rows[index - 1]) == group(row) else None
@@ -64,7 +63,6 @@ def cells(rows: list[dict]) -> list[tuple[str, ...]]:
             name_of(row) + " *" * (index in best), row["exact"], f"{row['bytes_per_token']:,.0f}", f"{row['ratio']:.2f}x",
             with_error(row["kl"], row["kl_error"]), with_error(*paired(row["kls"], above["kls"])) if above else "",
             top, with_error(row["perplexity_ratio"], row["perplexity_ratio_error"]), *facts,
-            percent(all_right(row) / all_right(dense)) if dense and all_right(dense) else "",
         ))  # fmt: skip
     return found
 
@@ -75,8 +73,8 @@ def caption(rows: list[dict]) -> str:
     return (
         f"{first['model']} in {first['dtype'].removeprefix('torch.')} on {first['device']}: {passages} x {read_on - 1} tokens of "
         f"{first['text']} read on after {first['context']:,}; {first['cases']} facts ({first['facts']}) in each. KL in nats; errors: "
-        "standard errors over the passages, of shares of facts binomial. difference to the row above: of KL, on the same passages. % of "
-        "uncompressed: facts recalled, of those that the uncompressed run recalls. bytes and smaller: in 16 bit. exact: first + last "
+        "standard errors over the passages, of shares of facts binomial. difference to the row above: of KL, on the same passages. "
+        "recall: of all facts; the uncompressed run's is in the first row. bytes and smaller: in 16 bit. exact: first + last "
         f"tokens that are not compressed. *: nothing smaller is as close.{too_few(2 * len(first['recall']) * first['cases'])}"
     )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from error_bars import number, recalled, share_error
 from harness import RESULTS, Table, picture, read_rows
-from palette import UNCENTERED, family, format_color, policy_color
+from palette import UNCENTERED, format_color, policy_color
 from tasks import by_case, right
 
 PICTURE = RESULTS / "overview.png"
@@ -23,12 +23,14 @@ CACHES = {
     "HadaQuantCache(config, key_bits=3, value_bits=3)": "hadaquant_k3v3",
 }
 SNAPKV = 'CompressedCache(config, format="turboquant_4bit_nc", policy=policies.SnapKV(budget=0.5))'
+KVZIP = SNAPKV.replace("SnapKV", "KVzip")
 H100 = "NVIDIA H100 80GB HBM3"
 REAL = "qwen2.5-coder-1.5b"
 ASKED = {"HumanEval": ("humaneval", 6000), "facts": ("facts", 30_000)}
+SNAPKV_HALF, KVZIP_HALF = (f"turboquant_4bit_nc:policy={name}:budget=0.5" for name in ("snapkv", "kvzip"))
 TASKS = {
     "`DynamicCache` (transformers)": "dynamic", **{f"`{call}`": format for call, format in CACHES.items()},
-    "`HadaQuantCache(config, key_bits=2, value_bits=2)`": "hadaquant_k2v2", f"`{SNAPKV}`": "turboquant_4bit_nc:policy=snapkv:budget=0.5",
+    "`HadaQuantCache(config, key_bits=2, value_bits=2)`": "hadaquant_k2v2", f"`{SNAPKV}`": SNAPKV_HALF, f"`{KVZIP}`": KVZIP_HALF,
 }  # fmt: skip
 
 
@@ -108,9 +110,9 @@ def tasks() -> Table:
         lines += [[name, *cells, f"{plain['ms'] / whole['ms']:.1f}x" if whole and plain else ""]] * any(cells)
     heads = [f"{name}, after {tokens:,} tokens" for name, (_, tokens) in ASKED.items()]
     caption = (
-        "Qwen2.5-Coder-1.5B-Instruct in bf16. KL: after 8,192 tokens, nats. Right answers of all, the standard error, answers lost / won "
-        "against `DynamicCache`, and McNemar's exact p. A step: whole steps of generate, 8 requests of 32,768 tokens, an 8B shape of "
-        "random weights, `max_length`, against the same library without compression, H100."
+        "Qwen2.5-Coder-1.5B-Instruct in bf16. KL: nats, after 8,192 tokens. Tasks: right answers of all, standard error; answers lost / "
+        "won against `DynamicCache`, McNemar's exact p. A step: of generate, 8 requests of 32,768 tokens, 8B shape of random weights, "
+        "`max_length`, against the same library without compression, H100."
     )
     return Table(["cache", "smaller", "KL", *heads, "a step"], lines, "", caption, rule=RULE)
 
@@ -148,81 +150,54 @@ def room() -> Table:
 TABLES: dict[str, Callable[[], Table]] = {"caches": caches, "tasks": tasks, "steps": steps, "room": room}
 
 
-BESIDE = {
-    "int8": (8, 0), "fp8": (8, 0), "k8v4": (8, 0), "4bit_nc": (-8, -8), "k4v4": (8, -7), "nvfp4_mse": (-8, 5), "nvfp4": (-8, 0),
-    "k4v3": (8, -3), "k3v3": (8, -3), "k3v2": (-8, 3), "k2v2": (-8, 3), "policy": (8, -4),
-    "quanto_int4": (8, 7), "quanto_int4, keys by channel": (-14, -7), "hqq_int4": (8, 0), "hqq_int4, by token": (-8, 6), "hqq_int3": (8, 0),
-    "quanto_int2": (8, 6), "quanto_int2, keys by channel": (8, 0), "hqq_int2": (-8, 0), "hqq_int2, by token": (8, -6),
+SHORT = {
+    "int8": "int8", "fp8": "fp8", "turboquant_k8v4": "k8v4", "turboquant_4bit_nc": "4 bits", "nvfp4_mse": "nvfp4_mse",
+    "int4_vllm": "int4_vllm", "hadaquant_k4v3": "k4v3", "hadaquant_k3v3": "3 bits", "hadaquant_k2v2": "2 bits",
+    SNAPKV_HALF: "4 bits + SnapKV, half", KVZIP_HALF: "4 bits + KVzip, half",
 }  # fmt: skip
-"""Where names stand, in points from theirs; what is not here has its color in the legend alone."""
-
-
-CLOSEST = ("int8", "k8v4", "4bit_nc", "k4v3", "k3v3", "k3v2", "k2v2")
-"""Formats on the Pareto front of divergence, whose recall is drawn."""
-
-
-def short(row: dict) -> str:
-    """A format without the family that the legend names; peers' with how they group values, where that is not the default."""
-    name = row["format"].removeprefix("hadaquant_").removeprefix("turboquant_")
-    return name if row.get("grouping", "default") == "default" else f"{name}, {row['grouping']}"
-
-
-def points() -> list[dict]:
-    """Formats with their exact tokens, policies with half and a quarter of the tokens, and peers as they are by default."""
-    found = [row for row in rows("quality") if row["model"] == "smollm2" and row["format"] and row["exact"] == "4 + 64"]
-    found = [row for row in found if not row["format"].endswith(UNCENTERED) and row["format"] != "identity"]
-    found += [
-        row for row in rows("quality_policies")
-        if row["policy"] in ("snapkv", "h2o") and row["format"] == "turboquant_4bit_nc" and row["budget"] in (0.5, 0.25)
-    ]  # fmt: skip
-    return found + [row for row in rows("peers") if row["model"] == "smollm2" and "peer" in row and row["exact"] == "0 + 128"]
-
-
-def of_dense(row: dict) -> tuple[float, float]:
-    """Facts that are recalled, in percent of those of the uncompressed run on the same texts, and the standard error."""
-    dense = quality(None) if row["policy"] is None else next(other for other in rows("quality_policies") if other["format"] is None)
-    right, count = counted(row)
-    whole = counted(dense)[0] / 100
-    return right / whole, share_error(right, count) * count / whole
+"""Names in the picture, of the caches that are drawn."""
+BELOW = {"int8", "turboquant_k8v4", "turboquant_4bit_nc", "hadaquant_k4v3", SNAPKV_HALF, KVZIP_HALF}
+BELOW_FACTS = {"int8", "turboquant_4bit_nc", "hadaquant_k2v2", SNAPKV_HALF}
+"""Caches whose names stand below their points, in each panel."""
 
 
 def draw(path: Path) -> None:
+    """Divergence and facts against memory, on the real model. A cache without a row of facts is in the left panel alone."""
     from matplotlib import ticker
 
-    steps = 0
-    with picture(path, 1, 2, dpi=100, figsize=(14, 5.4), width_ratios=(3, 2), layout="constrained") as (_, ((near, recall),)):
-        for row in sorted(points(), key=lambda row: row["ratio"]):
-            policy = row.get("policy")
-            kind = f"4 bits + {policy}" if policy else family(row["format"]) + (" (transformers)" if "peer" in row else "")
-            color = policy_color(policy) if policy else format_color(row["format"])
-            name = f"4 bits, {row['budget']:.0%} of the tokens" if policy == "snapkv" else "" if policy else short(row)
-            marker = "X" if "peer" in row else "D" if policy else "o"
-            drawn = {"marker": marker, "color": color, "markersize": 6, "elinewidth": 0.8, "linestyle": "none"}
-            near.errorbar(row["ratio"], row["kl"], row["kl_error"], label=kind, **drawn)
-            if at := BESIDE.get(short(row) if not policy else "policy"):
-                side = {"ha": "right" if at[0] < 0 else "left", "va": "center", "fontsize": 8, "color": color}
-                near.annotate(name, (row["ratio"], row["kl"]), at, textcoords="offset points", **side)
-            if "recall" in row and (policy or short(row) in CLOSEST):  # the others lie among these
-                share, error = of_dense(row)
-                recall.errorbar(row["ratio"], share, error, **drawn)
-                height = share if policy else min(share - error - 4, 83 - 5 * (steps % 2))
-                side = {"ha": "right" if policy else "center", "va": "center", "fontsize": 8, "color": color}
-                recall.annotate(name, (row["ratio"], height), (-8 if policy else 0, 0), textcoords="offset points", **side)
-                steps += not policy
-        named = dict(zip(*reversed(near.get_legend_handles_labels()), strict=True))
-        near.legend(named.values(), named.keys(), loc="lower right", fontsize=8)
-        near.set(yscale="log", title="next-token divergence (crosses: one text)")
-        near.set_ylabel("KL divergence from the uncompressed model, nats\n(lower is better)")
-        recall.axhline(100, color="black", linestyle=":", linewidth=1)
-        recall.set(ylim=(0, 118), title="facts of the context that are recalled")
-        recall.set_ylabel("facts, % of those that the uncompressed model recalls\n(higher is better)")
+    found = by_case([row for row in rows("tasks") if row["model"] == REAL])
+    every = {(task, tokens): of for (task, tokens, _, dtype), of in found.items() if dtype == "bfloat16"}
+    near_rows, facts_rows = every["kl", 8192], every[ASKED["facts"]]
+    with picture(path, 1, 2, dpi=110, figsize=(12, 5), width_ratios=(1, 1), layout="constrained") as (_, ((near, recall),)):
+        for cache, name in SHORT.items():
+            row = near_rows[cache]
+            format, _, policy = cache.partition(":policy=")
+            color = policy_color(policy.split(":")[0]) if policy else format_color(format)
+            drawn = {"marker": "D" if policy else "o", "color": color, "markersize": 7, "elinewidth": 1, "linestyle": "none"}
+            panels = [(near, row["kl"], row["kl_error"], BELOW)]
+            if cache in facts_rows:
+                right = facts_rows[cache]["right"]
+                count, of = right.count("1"), len(right)
+                panels.append((recall, 100 * count / of, 100 * share_error(count, of), BELOW_FACTS))
+            for axes, value, error, below in panels:
+                axes.errorbar(row["ratio"], value, error, **drawn)
+                side = -1 if cache in below else 1
+                beside = {"textcoords": "offset points", "ha": "center", "va": "center", "fontsize": 10, "color": color}
+                axes.annotate(name, (row["ratio"], value + side * error), (0, 9 * side), **beside)
+        right = facts_rows["dynamic"]["right"]
+        recall.axhline(100 * right.count("1") / len(right), color="black", linestyle=":", linewidth=1)
+        recall.annotate("uncompressed", (2.1, 100 * right.count("1") / len(right)), (0, 3), textcoords="offset points", fontsize=10)
+        near.set(yscale="log", ylim=(1.5e-4, 0.12), title="divergence of the next token after 8,192 tokens")
+        near.set_ylabel("KL from the uncompressed run, nats (lower is better)")
+        recall.set(ylim=(0, 108), title="64 facts, asked for after 30,000 tokens")
+        recall.set_ylabel("facts that are answered, % of all (higher is better)")
         for axes in (near, recall):
-            axes.set(xscale="log", xlim=(1.55, 24), xlabel="times smaller than DynamicCache in 16 bit  (right is better)")
-            axes.xaxis.set_major_locator(ticker.FixedLocator([2, 3, 4, 5, 6, 8, 10, 12]))
+            axes.set(xscale="log", xlim=(1.5, 8.5), xlabel="times smaller than DynamicCache in bf16 (right is better)")
+            axes.xaxis.set_major_locator(ticker.FixedLocator([2, 3, 4, 5, 6, 7, 8]))
             axes.xaxis.set_major_formatter("{x:g}")
             axes.xaxis.set_minor_locator(ticker.NullLocator())
             axes.grid(alpha=0.25)
-        near.figure.suptitle("SmolLM2-135M-Instruct, 8,064 tokens, standard errors over the texts", fontsize=11)
+        near.figure.suptitle("Qwen2.5-Coder-1.5B-Instruct in bf16, with standard errors", fontsize=12)
 
 
 def main(arguments: list[str] | None = None) -> None:

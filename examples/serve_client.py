@@ -19,17 +19,17 @@ from openai import OpenAI
 
 def ask(client: OpenAI, model: str, prompt: str, new_tokens: int, raw: bool) -> dict:
     """One streamed request: its text, and when its first token came. `raw`: the prompt is continued, without a chat template."""
-    options = {"model": model, "max_tokens": new_tokens, "temperature": 0, "stream": True}
+    options = {"model": model, "max_tokens": new_tokens, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
     begin, first, text, tokens = time.perf_counter(), None, "", 0
     if raw:
         events = client.completions.create(prompt=prompt, **options)
     else:
         events = client.chat.completions.create(messages=[{"role": "user", "content": prompt}], **options)
     for event in events:
-        piece = event.choices[0].text if raw else event.choices[0].delta.content
-        if piece and first is None:
-            first = time.perf_counter() - begin
-        text += piece or ""
+        for choice in event.choices:  # none in the last event, which has the usage
+            piece = choice.text if raw else choice.delta.content
+            first = first or (time.perf_counter() - begin if piece else None)
+            text += piece or ""
         tokens = event.usage.completion_tokens if event.usage else tokens
     return {"prompt": prompt, "text": text, "first": first, "seconds": time.perf_counter() - begin, "tokens": tokens}
 

@@ -39,7 +39,7 @@ __all__ = [
     "recommend",
     "warmup",
 ]
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 _PARTS = {"attention", "batching", "caches", "demo", "evaluation", "formats", "kernels", "layers", "models"}
 _PARTS |= {"evict", "hybrid", "latents", "planning", "policies", "prefix", "select", "storage"}

@@ -37,7 +37,7 @@ def notice_again(
 
 
 def _compare(positions: Tensor, shown: Tensor | None, queries: int, key: CompressedKV) -> None:
-    """`positions` `[B, Q]` of the step with the tokens seen; `shown`: as of `_shown`."""
+    """`positions` `[B, Q]` of the step with the tokens seen; `shown`: as in `_shown`."""
     tokens, first = key.side.shape[2], positions[:, 0]
     if key.observer is not None:
         seen = key.observer.tokens_before()

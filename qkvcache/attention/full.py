@@ -82,7 +82,7 @@ def full_attention(
 
 @dataclass(frozen=True)
 class Sequences:
-    """The numbers of queries and of keys of each sequence. The last keys are those of the queries' tokens.
+    """The numbers of queries and of keys of each sequence. The last keys belong to the queries' tokens.
 
     starts: the cumulative numbers of queries and of keys from 0 (`cu_seqlens`), int32 `[N + 1]` each.
     """
@@ -103,7 +103,7 @@ def varlen_attention(
     s_aux: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Attention `[1, Q, Hq, D]` of queries `[1, Hq, Q, D]` over keys and values `[1, H, T, D]`. Options are those of
+    """Attention `[1, Q, Hq, D]` of queries `[1, Hq, Q, D]` over keys and values `[1, H, T, D]`. Options: see
     `full_attention`; with a `window`, a query attends to this many tokens, of which the last is its own."""
     if window is not None and window >= max(sequences.keys):
         window = None

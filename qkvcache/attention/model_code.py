@@ -20,7 +20,7 @@ OWN_ATTENTION = frozenset((
 
 
 def code_of(config: PreTrainedConfig) -> ModuleType | None:
-    """The module beside that of the config or, for a model that shares the code of another one (Sarvam uses DeepSeek's code, EXAONE uses
+    """The module beside the config's module or, for a model that shares the code of another one (Sarvam uses DeepSeek's code, EXAONE uses
     Llama's), where transformers finds it; None if there is none."""
     kinds = type(config).__mro__[: type(config).__mro__.index(PreTrainedConfig)]
     for kind in kinds:

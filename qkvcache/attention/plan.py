@@ -19,7 +19,7 @@ class AttentionPlan:
         kernels: the plan of the kernels (`kernels.plan.Plan`).
         policy: of layers that evict; None: the layers keep all tokens.
         observed: the weights of queries in the attention that the policy observes, `[B, 1]`; None: it observes none.
-        others as of `route`.
+        others as in `route`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class AttentionPlan:
         self, implementation: str, module: torch.nn.Module, query: Tensor, key: CompressedKV, value: Any, mask: Any,
         keywords: dict[str, Any],
     ) -> bool:  # fmt: skip
-        """Whether attention of another layer is like that of the first."""
+        """Whether another layer's attention is like the first layer's."""
         inputs = key.attention_inputs
         return (
             mask is self.mask

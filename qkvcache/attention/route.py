@@ -215,7 +215,7 @@ def _attend(
 
 
 def _refuse_by_column(implementation: str, module: torch.nn.Module, keywords: dict[str, Any]) -> None:
-    """Raises NotImplementedError for keywords that may be about columns: those of a layer that evicts are in another order."""
+    """Raises NotImplementedError for keywords that may be about columns: a layer that evicts has its columns in another order."""
     names = [] if "eager" in implementation else unknown(implementation, keywords)
     names += ["position_bias"] if keywords.get("position_bias") is not None else []
     if names:

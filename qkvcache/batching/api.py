@@ -221,6 +221,10 @@ class Exchange:
         return answer
 
     async def _answer_stream(self, send: Callable) -> None:
+        """Sends the parts as they come. With `include_usage`, a last chunk without choices has the usage, which is null in the others."""
+        chunk: dict[str, Any] = {}
+        counted = self.fields.stream_options.include_usage
+        usage = {"usage": None} if counted else {}
         async for choice, part in self._parts():
             if not self.started:
                 self.started = True
@@ -229,11 +233,12 @@ class Exchange:
             for data in choice.events(part):
                 choice.asked.first_token = choice.asked.first_token or time.perf_counter()
                 if "choices" in data:
-                    data["id"] = self.id
-                    ended = data.pop("usage", None) is not None and all(other.usage for other in self.choices)
-                    if ended and self.fields.stream_options.include_usage:
-                        data["usage"] = self._sum()
+                    data.pop("usage", None)
+                    data |= {"id": self.id} | usage
+                    chunk = data
                 await _event(send, json.dumps(data))
+        if counted:
+            await _event(send, json.dumps(chunk | {"choices": [], "usage": self._sum()}))
         if isinstance(self.fields, Response):
             await send({"type": "http.response.body", "body": b""})
         else:

@@ -131,13 +131,13 @@ def paged_attention(
 
 
 def attend_rows(store: PageStore, layer: int, rows: Rows, query: Tensor, options: dict[str, Any]) -> Tensor:
-    """Attention `[1, Hq, B, D]` of rows with one query each, `[1, Hq, B, D]`; `options` are those of `varlen_attention`."""
+    """Attention `[1, Hq, B, D]` of rows with one query each, `[1, Hq, B, D]`; `options`: see `varlen_attention`."""
     given = {"scaling": options["scaling"], "softcap": options["softcap"], "sinks": options["s_aux"]}
     return attend_pages(query.permute(2, 1, 0, 3), store.inputs(layer, rows), **given)[0].permute(2, 1, 0, 3)
 
 
 def attend_chunks(store: PageStore, layer: int, chunks: PromptChunks, query: Tensor, new: Pair, options: dict[str, Any]) -> Tensor:
-    """Attention `[1, T, Hq, D]` of prompts, or of parts of them, `[1, Hq, T, D]`; `options` are those of `varlen_attention`."""
+    """Attention `[1, T, Hq, D]` of prompts, or of parts of them, `[1, Hq, T, D]`; `options`: see `varlen_attention`."""
     window = store.group_of[layer].layout.window
     if chunks.past is None:
         return varlen_attention(query, *new, chunks.sequences, window=window, **options)

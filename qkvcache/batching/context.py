@@ -115,7 +115,7 @@ def continuous_batching(
         format: a registry name (`qkvcache.formats.REGISTRY`) or a Format. Its scales must not span tokens.
         residual_length: number of last tokens of each request that attention reads in the model's dtype.
         num_sink_tokens: number of first tokens of each request that stay in the model's dtype, in layers without a sliding window.
-        attention_budget: as of `CompressedCache`, of each request: tokens, or a share of them, that a step with one new token reads beside
+        attention_budget: as in `CompressedCache`, of each request: tokens, or a share of them, that a step with one new token reads beside
             the exact ones. Prompts, and layers with a sliding window, read everything. None: all.
         offload_pages: an option of caches, refused here: requests share the pages of one pool on the GPU.
         statistics: for formats with one mean or scale for all tokens: the `batching.statistics` of an earlier run, or the file that its

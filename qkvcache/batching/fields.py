@@ -98,7 +98,7 @@ class TemplateOptions(BaseModel, extra="forbid", strict=True):
 
 
 class StreamOptions(BaseModel, extra="forbid"):
-    include_usage: bool = True
+    include_usage: bool = False
 
 
 def _listed(stop: Any) -> Any:
@@ -173,7 +173,7 @@ class Fields(BaseModel, extra="forbid", strict=True):
 
 
 class Samples(Fields):
-    """Those of answers with choices."""
+    """Fields of requests whose answers have choices."""
 
     max_tokens: Count | None = None
     n: Count = 1
@@ -203,6 +203,7 @@ class Chat(Samples):
 class Response(Fields):
     n: ClassVar = 1
     stop: ClassVar[list[str]] = []
+    stream_options: ClassVar[StreamOptions] = StreamOptions()
     input: Text | Annotated[Parts, Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Count | None = None

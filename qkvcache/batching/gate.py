@@ -25,7 +25,7 @@ class Limits:
     """What clients of a server may ask for.
 
     max_waiting             answers that wait for their first token at the same time, of all clients; more get 429
-    max_waiting_per_client  those of one client: of an API key, or of an address where there are no keys
+    max_waiting_per_client  waiting answers of one client: of an API key, or of an address where there are no keys
     max_n                   answers of one request (`n`)
     max_body_bytes          bytes of a request; None: 64 KiB, and 16 bytes for each position of the model
     max_connections         open connections; where there are more, the one that is idle for longest is closed

@@ -26,8 +26,8 @@ ROWS = 16, 256
 """On a CPU, where more rows take longer, and on a GPU, where reading the weights does."""
 PRODUCTS: dict[Callable, int] = {F.linear: 0, torch.addmm: 1}
 SUMS: dict[Callable, int] = {F.rms_norm: 0, F.layer_norm: 0}
-"""Functions of torch whose rows are those of an argument, `[..., K]`, by its number: products, and sums that a CPU computes for each row
-by itself, and a GPU as the number of rows suggests."""
+"""Functions of torch whose result has the rows of an argument, `[..., K]`, by its number: products, and sums, which a CPU
+computes for each row by itself, and a GPU as the number of rows suggests."""
 
 
 class FixedRows(TorchFunctionMode):
@@ -60,8 +60,8 @@ def attend_by_page(query: Tensor, codes: Pair, exact: Sequence[Pair], sequences:
 
     Args:
         codes: keys and values of all tokens of all sequences, dequantized, `[1, H, T, D]` each.
-        exact: of each sequence, those of its tokens from the page of its first query on, `[1, H, T', D]` each.
-        options: those of `full_attention`.
+        exact: keys and values of each sequence's tokens from the page of its first query on, `[1, H, T', D]` each.
+        options: see `full_attention`.
     """
     queries = query.split(sequences.queries, dim=2)
     keys, values = (x.split(sequences.keys, dim=2) for x in codes)

@@ -63,7 +63,7 @@ def sharing(share_prefixes: str, tenant: str | None, cache_salt: str | None, ses
 
 
 def session_of(tenant: str | None, session: str) -> str:
-    """The name of a tenant's session, among those of all tenants, of one length."""
+    """The name of a tenant's session among the sessions of all tenants; all names have one length."""
     return hashlib.blake2b(json.dumps([tenant, session]).encode(), digest_size=16).hexdigest()
 
 

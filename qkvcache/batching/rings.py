@@ -53,7 +53,7 @@ class Rings:
         return self.tensor[index, 0], self.tensor[index, 1]
 
     def extend(self, requests: Sequence[str], past: Ints, end: Ints) -> tuple[Ints, Ints]:
-        """Assigns rings to requests with `past` tokens, for their next tokens up to `end`: their own, free ones, or those of the least
+        """Assigns rings to requests with `past` tokens, for their next tokens up to `end`: their own, free ones, or the rings of the least
         recently used requests. Returns the rows, and for each the first token from which it has all."""
         rows = numpy.array([self.by_request.get(request, 0) for request in requests])
         self._now += 1
@@ -93,7 +93,7 @@ class Rings:
         return torch.cat([tail, ring[row : row + 1, :, : count - tail.shape[2]]], dim=2)
 
     def _take(self, request: str) -> int:
-        """Returns an empty row for `request`: a free one, else that of the least recently used request."""
+        """Returns an empty row for `request`: a free one, else the row of the least recently used request."""
         if self.free:
             row = self.free.pop()
         else:

@@ -1,6 +1,6 @@
 """transformers' OpenAI-compatible server with compressed caches: `qkvcache serve`.
 
-The server, its handlers and its options are those of `transformers serve` (`transformers.cli.serve.Serve`). Added are the names of
+The server, its handlers and its options come from `transformers serve` (`transformers.cli.serve.Serve`). Added are the names of
 `qkvcache.models`, checks and options of each request (`api.py`), an orderly end, `GET /metrics` in the text format of
 Prometheus, and a line of metrics on the terminal.
 """
@@ -77,7 +77,7 @@ class Server(Serve):
         api_keys: keys of which a request must have one (`Authorization: Bearer KEY`). Empty: everybody may call, where `no_api_key` says so
             or `host` is this machine.
         limits: what clients may ask for.
-        options: those of `transformers.cli.serve.Serve`, such as `port`, `device`, `dtype`, `cb_max_memory_percent`.
+        options: options of `transformers.cli.serve.Serve`, such as `port`, `device`, `dtype`, `cb_max_memory_percent`.
             Continuous batching is on unless `continuous_batching=False`: requests then run one after the other.
 
     Raises:

@@ -88,7 +88,7 @@ class Sessions:
             self._fetches[request_id] = Fetch(tokens, salt, pages * self._blocks.shape[1])
 
     def fetched(self, request_ids: Sequence[str]) -> set[str]:
-        """The waiting requests whose pages are in host memory. Fetches those of the next ones, as many as the store may
+        """The waiting requests whose pages are in host memory. Fetches the pages of the next ones, as many as the store may
         hold at once."""
         left = self.pages.memory.max_bytes
         waiting = [fetch for request_id in request_ids if (fetch := self._fetches.get(request_id)) is not None]

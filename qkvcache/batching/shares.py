@@ -11,11 +11,11 @@ from .rings import Ints
 LEAST_SPARED = 3 * 2**16
 """Tokens times KV heads that are not read again, from which on another launch pays (`eval/bench_branches.py --samples` on an H100)."""
 COST = 2
-"""Rows that read their tokens by themselves in the time in which those of several rows are read together."""
+"""The number of rows that read their tokens by themselves in the time in which the tokens of several rows are read together."""
 
 
 def shares_of(blocks: numpy.ndarray, complete: Ints, layout: BlockLayout) -> numpy.ndarray | None:
-    """The shares of rows with the `blocks`, int32 `[B, P]`, and so many `complete` pages, `[B]`, as of `Splits.of`; None where reading
+    """The shares of rows with the `blocks`, int32 `[B, P]`, and so many `complete` pages, `[B]`, as in `Splits.of`; None where reading
     shared pages once for several rows does not pay."""
     spared, groups = _groups(blocks, complete, numpy.arange(len(complete)), 0)
     if spared * layout.page_size * layout.heads < LEAST_SPARED:

@@ -1,7 +1,7 @@
 """`Statistics`: the buffers that a format keeps once for all requests of a model (means, a frozen scale).
 
 Requests share blocks, so that codes must have the same meaning for all of them. The statistics come from the tokens of
-the first batch of prompts, or from a file that `save` wrote; processes that share a folder take those of the first one.
+the first batch of prompts, or from a file that `save` wrote; processes that share a folder take the first one's statistics.
 """
 
 from __future__ import annotations

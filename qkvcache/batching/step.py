@@ -27,7 +27,7 @@ from .shares import shares_of
 PAGE_SLOT, RING_SLOT, SINK_SLOT = range(len(COLUMNS), len(COLUMNS) + 3)
 SHARES = SINK_SLOT + 1
 HEADER = SHARES + 1 + TOGETHER
-"""Columns of the block table before the blocks: those of `PagedInputs.rows`, the slots of the new token, and what
+"""Columns of the block table before the blocks: the columns of `PagedInputs.rows`, the slots of the new token, and what
 `Splits.of` has of shared tokens. Slot 0 is never read. Blocks begin at a multiple of 16 bytes as in other batches;
 otherwise Triton would compile its kernels twice."""
 
@@ -48,7 +48,7 @@ class Batch:
     tables: BlockTables | None = None
     """Finds the tokens that rows share; None: each row reads its own."""
     shares: numpy.ndarray | None = None
-    """The shares of the rows of `table`, as of `shares_of`."""
+    """The shares of the rows of `table`, as in `shares_of`."""
 
     @property
     def count(self) -> Ints:
@@ -238,7 +238,7 @@ class PromptChunks:
 
 @dataclass
 class BatchStep:
-    """One forward pass: the slots that it writes, as of `Batch.writes`, its rows with one token, its chunks of prompts, and its number of
+    """One forward pass: the slots that it writes, as in `Batch.writes`, its rows with one token, its chunks of prompts, and its number of
     tokens without padding."""
 
     writes: Sequence[Tensor]

@@ -35,7 +35,7 @@ class LayerGroup:
 
 
 class PageStore:
-    """The pages of `groups` of layers, whose blocks are those of transformers' allocators, and the rings of requests. A KV head
+    """The pages of `groups` of layers, whose blocks transformers' allocators hand out, and the rings of requests. A KV head
     has `query_groups` query heads."""
 
     def __init__(

@@ -43,7 +43,7 @@ class CompressedCache(DynamicCache):
         model.generate(**inputs, cache=CompressedCache(model.config, format="fp8", policy=policies.KeyDiff(budget=2048)))
 
     Layers with full attention are compressed, also those that hold a recurrent state beside it; sliding, linear and shared layers are
-    those of transformers. Every feature of `generate` works: batches with padding, beams, several turns, deepcopy; and without a
+    layers of transformers. Every feature of `generate` works: batches with padding, beams, several turns, deepcopy; and without a
     policy, assisted decoding and offloading.
 
     Args:

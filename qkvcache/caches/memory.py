@@ -12,7 +12,7 @@ from ..layers.compressed import CompressedLayer
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes by role. `exact`: tokens in the model's dtype, those of transformers' own layers included. `bookkeeping`:
+    """Bytes by role. `exact`: tokens in the model's dtype, including tokens of transformers' own layers. `bookkeeping`:
     tables of kernels, and the token metadata that a policy needs."""
 
     codes: int = 0

@@ -72,7 +72,7 @@ class QuantizedPerTokenCache(CompressedCache):
         symmetric: False adds a zero point (int8 and int4). For int4, True is the scheme of PR #5 (144 bytes at head_dim
             128) and False the rule that vLLM merged (136 bytes).
         center: keys are quantized around their mean. False is the authors' form, which models with biased keys (Qwen2) break.
-        **options: those of CompressedCache.
+        **options: options of CompressedCache.
 
     Raises:
         ValueError: a combination for which there is no format.
@@ -115,7 +115,7 @@ class NVFP4Cache(CompressedCache):
             (vLLM #45187) the better of two; "amax" (the format `nvfp4`, as its authors define it) does not search. A
             search makes storing slower; bytes and reading are the same.
         center: keys are quantized around their mean. False is the authors' form, which models with biased keys (Qwen2) break.
-        **options: those of CompressedCache.
+        **options: options of CompressedCache.
     """
 
     @makes("format")
@@ -138,7 +138,7 @@ class TurboQuantCache(CompressedCache):
         boundary_layers: number of full-attention layers at either end that stay exact (vLLM keeps 2 for dense models).
             Needs the config, and layers between the ends.
         center: keys are quantized around their mean. False is the authors' form, which models with biased keys (Qwen2) break.
-        **options: those of CompressedCache.
+        **options: options of CompressedCache.
     """
 
     @makes("format")
@@ -179,7 +179,7 @@ class HadaQuantCache(CompressedCache):
         key_bits, value_bits: 2 to 4 each. At head_dim 128 a token of one head takes 132 bytes with 4 and 4 bits, 116 with 4 and 3, 100 with
             3 and 3, 68 with 2 and 2.
         center: keys and values are quantized around their means. False quantizes them as they are.
-        **options: those of CompressedCache.
+        **options: options of CompressedCache.
     """
 
     @makes("format")

@@ -66,7 +66,7 @@ def run(
 ) -> list[dict]:
     """The rows of the table for the model called `name`, dense first: `bytes_per_token`, `ratio` (dense bytes divided by these), `kl`
     and its standard error `kl_error` in nats, `recall` (the share of right answers). Prints the snippet and its answer to `console` if
-    given. `formats`: only these; None: those of `CACHES`."""
+    given. `formats`: only these; None: the formats of `CACHES`."""
     model, tokenizer = load(name, dtype, device)
     size = SIZES.get(name, REAL)
     ids = text_ids(tokenizer)

@@ -183,8 +183,8 @@ def calibrate(
 
 
 def choose(costs: Sequence[Sequence[Sequence[float]]], shapes: Sequence[tuple[int, int, int]], bits: float) -> Choice:
-    """The bits of least total cost within the budget. `costs` and `shapes` are those of `Calibration`, the budget is
-    that of `calibrate`."""
+    """The bits of least total cost within the budget. `costs` and `shapes`: see `Calibration`; the budget: see
+    `calibrate`."""
     items = [
         (heads * dim // 8, cost) for (heads, *dims), layer in zip(shapes, costs, strict=True) for dim, cost in zip(dims, layer, strict=True)
     ]

@@ -51,7 +51,7 @@ def needle(rng: random.Random, tokens: int, count: COUNT, text: TextOf, depth: f
 
 
 def needle_multikey(rng: random.Random, tokens: int, count: COUNT, text: TextOf, depth: float) -> Case:
-    """A code word among those of many other names, one for every 100 tokens."""
+    """A code word among the code words of many other names, one for every 100 tokens."""
     return needle(rng, tokens, count, text, depth, names=min(max(tokens // 100, 2), len(KEYS)))
 
 

@@ -81,7 +81,7 @@ class CacheLM(HFLM):
         scoring: "cached" or "deployed" (see the module's docstring).
         chunk: tokens that are read together after the context; they attend to each other exactly. 1 is decoding. None: 32, and 1 with an
             attention budget, which holds for each token.
-        **options: those of lm-eval's HFLM, `pretrained`, `dtype`, `batch_size`, `tp_plan`, `parallelize` among them; log-probabilities
+        **options: options of lm-eval's HFLM, `pretrained`, `dtype`, `batch_size`, `tp_plan`, `parallelize` among them; log-probabilities
             are computed in float32 unless `softmax_dtype` says otherwise.
 
     Raises:

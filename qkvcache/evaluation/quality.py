@@ -2,7 +2,7 @@
 
 Every measurement prefills a context and reads a continuation through the cache. The prefill itself is exact for every
 cache, so that only reading from the cache is measured. Numbers are kept for each passage. Tokens of one passage are
-read through the same codes and are not independent: standard errors are those of the means of passages, and two caches
+read through the same codes and are not independent: standard errors are of the means of passages, and two caches
 are compared by their differences on the same passages. The question of a recall case is unseen when the context is
 compressed. If it is seen (on request), it ends the prompt, and a policy evicts with knowledge of it.
 """
@@ -103,10 +103,10 @@ class Passages:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Next-token distributions compared with those of the dense run, as means for each passage `[B]`, fp64 on the CPU.
+    """Next-token distributions compared with the dense run's distributions, as means for each passage `[B]`, fp64 on the CPU.
 
-    `kls`: KL divergence in nats. `same_tops`: share of tokens whose most probable successor is that of the dense run.
-    `loss_changes`: negative log-likelihood of the text minus that of the dense run, in nats. `bytes_per_token`:
+    `kls`: KL divergence in nats. `same_tops`: share of tokens whose most probable successor is the dense run's.
+    `loss_changes`: negative log-likelihood of the text, minus the dense run's, in nats. `bytes_per_token`:
     measured, for one row.
     """
 
@@ -147,7 +147,7 @@ def _chooses(cache: Cache) -> bool:
 
 @torch.no_grad()
 def steps(model: PreTrainedModel, cache: Cache, ids: Tensor, size: int | None = None) -> Iterator[Tensor]:
-    """Yields logits `[B, n, V]` after each token of `ids` `[B, N]`, equal to those of decoding one by one through
+    """Yields logits `[B, n, V]` after each token of `ids` `[B, N]`, equal to the logits of decoding one by one through
     `cache`, in steps of `n` tokens."""
     while ids.shape[1]:
         step, ids = ids.tensor_split([size or at_once(cache)], dim=1)
@@ -179,7 +179,7 @@ def divergence(
     model: PreTrainedModel, passages: Passages, factory: CacheFactory, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> Divergence:
     """The divergence between reading through `factory()` and the dense run. The first token does not depend on the
-    cache and is not counted. `tokenizer`: that of `CompressedCache.compress`, for policies that read the context
+    cache and is not counted. `tokenizer`: see `CompressedCache.compress`, for policies that read the context
     twice."""
     cache = passages.prefilled.fill(factory(), model, passages.context, tokenizer)
     log_probs = read_on(model, cache, passages.continuation, passages.first_logits)[:, 1:]

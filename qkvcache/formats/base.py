@@ -110,7 +110,7 @@ class PackedLayout:
 
     @property
     def high(self) -> int:
-        """Bits of each code in a plane of high bits, which has half as many words as that of low bits for each of them; 0: none has."""
+        """Bits of each code in the plane of high bits; 0: there is none. For each bit, it has half the words of the low bits."""
         return HIGH_BITS.get(self.kind, 0)
 
     @property

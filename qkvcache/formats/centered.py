@@ -38,9 +38,9 @@ BLOCK = 2**20
 
 @dataclass(frozen=True)
 class Centered(Codec):
-    """`codec`, which has no rotation, applied to vectors under `rotation` minus their mean. A scale that heads or tokens share is that of
-    the differences from each head's mean; one that is kept once is that of the first block with its mean, which leaves range for tokens
-    that are further from the mean than those of the first block."""
+    """`codec`, which has no rotation, applied to vectors under `rotation` minus their mean. A scale that heads or tokens share is the
+    scale of the differences from each head's mean. A scale that is kept once is the scale of the first block with its mean, which leaves
+    range for tokens that are further from the mean than the first block's tokens."""
 
     codec: Codec
     rotation: Hadamard | None = None
@@ -98,7 +98,7 @@ def spread(x: Tensor, is_valid: Tensor | None) -> Tensor:
 
 
 def mean_energy(x: Tensor, is_valid: Tensor | None = None) -> Tensor:
-    """The energy of the means of channels over the energy of their variation, fp32 `[B, H]`, of keys `[B, H, T, D]`. `is_valid`: as of
+    """The energy of the means of channels over the energy of their variation, fp32 `[B, H]`, of keys `[B, H, T, D]`. `is_valid`: as in
     `Codec.calibrate`."""
     mean, square, _ = _moments(x, is_valid)
     mean, square = (energy.sum(-1).squeeze(-1) for energy in (mean.square(), square))

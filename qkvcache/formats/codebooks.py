@@ -47,7 +47,7 @@ GRID: dict[int, tuple[float, tuple[int, ...]]] = {
     4: (0.0511193, (2, 7, 12, 18, 24, 31, 40, 53)),
 }
 """Bits to a step and the positive levels in steps, less one half: level = (n + 1/2) * step. Below 64 at 4 bits, below 128 at 3. Those of 2
-bits are evenly spaced, so that no table is needed; their step, which scales make up for, is that of the upper halves of 4 bits."""
+bits are evenly spaced, so that no table is needed; their step, which scales make up for, is the step of the upper halves of 4 bits."""
 
 
 @functools.cache

@@ -78,7 +78,7 @@ class FP8(Format):
     block with a maximum of 0.25, a later 26.8 is stored as 0.25.
 
     Keys are quantized around their mean, each head around its own, unless `center=False`, the authors' form. Scales are then
-    those of the differences from it, except that of all tokens, which is that of the first block with its mean.
+    scales of the differences from the mean. Only the scale of all tokens is the scale of the first block with its mean.
     """
 
     dtype: Literal["e4m3", "e5m2"] = "e4m3"

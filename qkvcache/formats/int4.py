@@ -10,7 +10,7 @@ vllm       `int4_per_token_head`: keys and values under a randomized Hadamard ro
 Of the 16 levels of a symmetric group the lowest stays unused, so that x and -x get mirrored codes.
 
 Two steps away from vLLM, whose codes these are otherwise. There the rotation is sqrt(D) larger and so is the scale: codes are the same.
-And there the range is that of the vector alone: if it leaves out zero, the zero point clips and with it every channel. That happens when
+And there the range is of the vector alone: if it leaves out zero, the zero point clips and with it every channel. That happens when
 the first channel outweighs the rest, since a rotation turns it into a constant. Here the range always holds zero.
 """
 

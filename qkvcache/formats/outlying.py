@@ -6,7 +6,7 @@ from one position to the next, and the mean of a channel that turns fast is near
 Qwen2.5-Coder-0.5B has such keys: with 4 bits it makes three fifths of the model's divergence or more
 (`eval/results/quality.jsonl`). Values need not change.
 
-The root mean square of the largest channel after centring, over that of all channels, in the largest head:
+The root mean square of the largest channel after centring, over the root mean square of all channels, in the largest head:
                     64 tokens       1,024 tokens
 Qwen2.5-Coder-0.5B  5.1 to 5.2      4.7 to 4.8       layer 0
                     2.5 to 3.1      2.2 to 2.6       the largest of the other layers
@@ -60,8 +60,8 @@ class Int8Keys(Format):
 
 @torch.no_grad()
 def outlying(keys: Tensor, is_valid: Tensor | None = None) -> float:
-    """The root mean square of the largest channel of keys `[B, H, T, D]` after centring, over that of all
-    channels, in the row and head where it is largest; 0 if every row has fewer than `LEAST` tokens.
+    """The root mean square of the largest channel of keys `[B, H, T, D]` after centring, over the root mean square of
+    all channels, in the row and head where it is largest; 0 if every row has fewer than `LEAST` tokens.
     `is_valid`: bool `[B, T]`, False for padding; None: no padding. Waits for the device."""
     if keys.shape[2] < LEAST:
         return 0.0

@@ -1,19 +1,19 @@
 """Bits to bytes and back.
 
-Kernels read 16-bit words (little-endian) and mask all of a word's channels out of it at once, so that orders are those of words:
+Kernels read 16-bit words (little-endian) and mask all of a word's channels out of it at once. The order of channels is given by word:
 
 8 bits    word j holds channels 2j, 2j + 1: byte i is channel i
 4 bits    word j holds channels 4j to 4j + 3, lowest nibble first. Where scales span groups of channels (`to_planes`), word j holds j,
           j + D/4, j + D/2 and j + 3D/4 instead: then 16 neighbouring words have one scale for each nibble
 2 bits    word j holds channels 8j to 8j + 7, lowest first
-3 bits    low bits: word j holds those of channels 8j to 8j + 7, two each, as codes of 2 bits are
-          high bits: word j of the D/16 those of words j and j + D/16 of the plane above, nibble e those of channels 2e and 2e + 1: bits 2
+3 bits    low bits: word j holds bits of channels 8j to 8j + 7, two each, as codes of 2 bits are
+          high bits: word j of the D/16 belongs to words j and j + D/16 of the plane above, nibble e to channels 2e and 2e + 1: bits 2
           and 3 for the first of these words, 0 and 1 for the second
           Planes keep every read aligned, where a stream of 3-bit codes would straddle words.
 halves    codes of 4 bits in two planes, so that the upper two bits can be read alone: they are a coarser code
-          high bits: word j holds those of channels 8j to 8j + 7, as codes of 2 bits are
+          high bits: word j holds bits of channels 8j to 8j + 7, as codes of 2 bits are
           low bits: the same, with the channels of each nibble swapped: nibble e holds channel 2e + 1, then channel 2e. Then one select of
-          bits from both planes makes nibbles that are the codes of odd channels, and another those of even channels with halves exchanged
+          bits from both planes makes nibbles that are the codes of odd channels, another the codes of even channels with halves exchanged
 
 Reading goes through `lookup`: a table indexed by 12 or 16 bits at a time holds the dequantized values of two or four channels, so that one
 gather yields many channels. On a CPU this is twice as fast as shifting, masking and interleaving.

@@ -14,11 +14,11 @@ from ..layers.compressed import CompressedLayer
 
 class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
     """A `CompressedLayer` with the states of transformers' `LinearAttentionLayer`, in the model's dtype. Offloading leaves them on the
-    device, as it does those of layers without attention.
+    device, as it does the states of layers without attention.
 
     Args:
         number_of_states: pairs of states, of a convolution and of a recurrence.
-        **options: those of the layer without states.
+        **options: options of the layer without states.
     """
 
     def __init__(self, *args: Any, number_of_states: int = 1, **options: Any):

@@ -39,7 +39,7 @@ def sum_attention(
         sinks: as for `attend`.
         lse: log of the normaliser, fp32 `[B, Hq, Q]`, of the scaled scores, sinks included, if it is known. Then `sinks` are not read, and
         the keys may be a part of those that queries attend to.
-        causal: the last `Q` tokens are those of the queries, and each sees up to itself. Else each sees all tokens.
+        causal: the last `Q` tokens belong to the queries, and each query sees tokens up to its own. Else each sees all tokens.
         power: weights, times how often their query counts, are raised to this power before they are added.
         columns: how many tokens are to be known. Default: all.
     """

@@ -3,7 +3,7 @@
 for columns.
 
 The kernel for columns needs one number for each query, its level: the weight of key k is 2^(score - level), in base 2. It is the log of the
-normaliser, less that of how often the query counts, so that padding has a level of infinity and adds nothing."""
+normaliser, less the logarithm of how often the query counts, so that padding has a level of infinity and adds nothing."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def column_kernel(
     lse             fp32 [B, H * G, queries], contiguous, sinks included
     BQ              queries of a tile                   POWER      of weights that are added
     query, key, visible, scale, heads, before, D, DP, ARCH with q_stride_b, q_stride_h, q_stride_q, k_stride_b, k_stride_h,
-    k_stride_t, visible_stride, SOFTCAP and VISIBLE: as of `lse_kernel`
+    k_stride_t, visible_stride, SOFTCAP and VISIBLE: as in `lse_kernel`
 
     Sums are kept for each place in a tile of queries, and added up at the end: a weight costs a product, an exponential and an addition."""
     first = tl.program_id(0) * BT

@@ -91,7 +91,7 @@ class Expansion:
         weight = transposed_weight(module.kv_b_proj, rank, inputs.key.device).mT
         self.weight = weight.unflatten(0, (-1, self.nope + self.value_dim))
         """Up-projections of keys and values, `[Hq, nope + value, R]`."""
-        indexed = getattr(module, "indexer", None) is not None or getattr(module, "skip_topk", False)  # or by that of an earlier layer
+        indexed = getattr(module, "indexer", None) is not None or getattr(module, "skip_topk", False)  # or by an earlier layer's indexer
         self.chosen = module.config.index_topk if indexed else None
         """The most tokens that a query sees, where an indexer chooses them."""
 

@@ -23,7 +23,7 @@ class IndexedLayer(LatentLayer):
 
     Args:
         exact_indexer: whether they stay in the model's dtype, because they hold more than a key (GLM-5.3: gates and flags).
-        **options: those of the layer without an indexer.
+        **options: options of the layer without an indexer.
 
     Raises NotImplementedError for steps that are compiled while storage grows.
     """
@@ -56,7 +56,7 @@ class IndexedLayer(LatentLayer):
 
     @without_autocast("indexer_key_states")
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Stores keys `[B, T, D]`; returns those of all tokens, or of `max_length` once there are any, `[B, columns, D]`."""
+        """Stores keys `[B, T, D]`. Returns the keys of all tokens, or of `max_length` tokens once there are any, `[B, columns, D]`."""
         _ = self.storage  # the current stream waits for tokens that are being copied
         new = self.indexer_codec.quantize(indexer_key_states.detach()[:, None], {})
         if self.max_length is None:

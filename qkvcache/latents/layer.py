@@ -19,7 +19,7 @@ class LatentLayer(CompressedLayer):
 
     Args:
         latents: channels of latents and of the rotated part; None: the layer holds keys and values.
-        **options: those of the layer without latents.
+        **options: options of the layer without latents.
     """
 
     def __init__(self, *args: Any, latents: tuple[int, int] | None = None, **options: Any):

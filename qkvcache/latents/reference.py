@@ -3,9 +3,9 @@
     scores = q . [latent | rope] * scaling;   output = softmax(scores) . latent
 
 The attention inputs hold latents `[B, 1, T, R]` as keys and the rotated part of keys `[B, 1, T, P]` as values. Each block of latents is
-unpacked once for both products. Queries are those of the model times the up-projection of keys (`latents/attention.py`).
+unpacked once for both products. Queries are the model's queries times the up-projection of keys (`latents/attention.py`).
 
-On a CPU, where a mask shows few tokens to each query, as that of an indexer does, the codes of these are gathered and no others unpacked.
+On a CPU, where a mask shows few tokens to each query, as an indexer's mask does, only the codes of these tokens are gathered and unpacked.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _attend_all(query: Tensor, latents: KeysOrValues, rope: KeysOrValues, mask: 
 
 
 def attend_latent_pages(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, *, scaling: float, causal: bool = False) -> Tensor:
-    """`attend_latents` over sinks, pages and a ring. Arguments as of `attend.attend_pages`."""
+    """`attend_latents` over sinks, pages and a ring. Arguments as in `attend.attend_pages`."""
     (latents, places), (rope, _) = paged_side(inputs, 0), paged_side(inputs, 1)
     latent_query, rope_query = _split(query, latents, scaling)
     logits = qk(rope_query, rope).view(*query.shape[:3], -1)

@@ -63,7 +63,7 @@ def _places(layout, dim: int):
 
 @triton.jit
 def _loaded(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, planes, slot, ARCH: tl.constexpr):
-    """What is stored of the tokens `slot`, int [T], at `planes`: numbers of `half`, [T, D], or as of `_stored`."""
+    """What is stored of the tokens `slot`, int [T], at `planes`: numbers of `half`, [T, D], or as in `_stored`."""
     if X.kind == "half":
         return tl.load((planes[0] + slot * D)[:, None] + tl.arange(0, D)[None, :])
     else:
@@ -72,7 +72,7 @@ def _loaded(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, planes, slot, 
 
 @triton.jit
 def _numbers(X: tl.constexpr, D: tl.constexpr, loaded, norm, ARCH: tl.constexpr):
-    """The numbers, [T, D], of what `_loaded` returned; arguments as of `_tile`."""
+    """The numbers, [T, D], of what `_loaded` returned; arguments as in `_tile`."""
     if X.kind == "half":
         return loaded
     else:
@@ -119,7 +119,7 @@ def query_kernel(
     query              [B * rows, D + P]: query_stride
     order, rope_order  int64 [D] and [P]: the channel at each place of a tile
     mean               fp32 [B, D]: mean_b; read if CENTERED
-    q_latent, q_rope, factors   as of `attend_latents_kernel`
+    q_latent, q_rope, factors   as in `attend_latents_kernel`
     scaling, latent_unit, rope_unit   factor of scores, to base 2, and the units of the numbers in tiles
     """
     row = tl.program_id(0).to(tl.int64)
@@ -149,7 +149,7 @@ def choose_kernel(
     """Lists the quantized tokens that a query sees. Grid (parts of N tokens, B * queries).
 
     mask             uint8 (0: hidden) [B, queries, columns]: mask_b, mask_q, mask_t
-    table, rows, lengths, n_sinks, n_quantized   as of `attend_latents_kernel`
+    table, rows, lengths, n_sinks, n_quantized   as in `attend_latents_kernel`
     index, entries   int32 and as `table` [B * queries, room], contiguous, and counts, int32 [B * queries]: as `chosen_tokens` returns them
     """
     part = tl.program_id(0)
@@ -197,7 +197,7 @@ def attend_latents_kernel(
     q_latent       fp16 (the model's dtype for `half`) [B, G * queries, D], contiguous: rotated as stored, in the order of tiles;
                    q_rope likewise [B, G * queries, P]
     factors        fp32 [B, G * queries, 3], contiguous: of the scores of both, to base 2, and the product with the mean of latents
-    table, rows, lengths, k_planes, v_planes, exact, KEYS, VALUES, PAGES   as of `attend_kernel`, of one head; with `rows`, rows begin with
+    table, rows, lengths, k_planes, v_planes, exact, KEYS, VALUES, PAGES   as in `attend_kernel`, of one head; with `rows`, rows begin with
                    the first token of their pages, and the rings of row `b` are row `b` of the residual
     chosen         int32 [B * queries, N], read if CHOSEN: indices in pages of the tokens of a query; `table` has the entries of their
                    pages, and table_b is N; counts, int32 [B * queries]: how many there are
@@ -280,7 +280,7 @@ def attend_latents_kernel(
         high = tl.minimum(low + each, length)
         hides = hides_any(mask, n_sinks + low, n_sinks + high, mask_t) if MASK and not CHOSEN else False
         t = tl.arange(0, T)
-        unit = 1e-30  # that of the output
+        unit = 1e-30  # of the output
         if low < high:
             table += each_query * table_b
             UNIT: tl.constexpr = CHOSEN if CHOSEN else PAGE

@@ -138,7 +138,7 @@ class CompressedLayer(CacheLayerMixin):
         """Whether the layer has no tokens."""
         self.is_initialized = False
         self.mask_by_column: bool | None = True
-        """Whether masks have `storage.columns` columns; those of flash attention do not. None: not known."""
+        """Whether masks have `storage.columns` columns; masks of flash attention do not. None: not known."""
         self.prompt_columns = 0
         """Columns to which a prompt is padded for models that need more columns than the prompt has tokens; 0: no
         padding."""
@@ -202,7 +202,7 @@ class CompressedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> KeysAndValues:  # type: ignore[override]
         """Stores keys and values `[B, H, T, D]`; returns the keys and values of all tokens seen, for attention.
 
-        Raises ValueError, and stores nothing, if the batch, head count, head_dim or dtype differ from those of stored
+        Raises ValueError, and stores nothing, if the batch, head count, head_dim or dtype differ from the stored
         tokens, or if `max_length` is exceeded.
         """
         if torch.compiler.is_compiling():
@@ -294,7 +294,7 @@ class CompressedLayer(CacheLayerMixin):
             self.store_pending(None, is_valid)
 
     def end_prompt(self, is_valid: Tensor | None) -> None:
-        """Stores a prompt that no attention saw. `is_valid`: as of `commit`."""
+        """Stores a prompt that no attention saw. `is_valid`: as in `commit`."""
         self.commit(is_valid)
 
     @uncompiled("a layer with a pending prompt grows: nothing of it is compiled but attention")
@@ -355,9 +355,9 @@ class CompressedLayer(CacheLayerMixin):
             storage.append((key, value))
 
     def _compile_step(self, inputs: PagedInputs, attention: PlainAttention) -> None:
-        """Begins to compile the kernels of the next step, which is taken to be of one token with attention like that of the prompt."""
+        """Begins to compile the kernels of the next step, which is taken to be of one token with attention like the prompt's."""
         query, mask = attention.query[:, :, -1:], attention.mask
-        mask = mask[:, :, -1:].clone() if isinstance(mask, Tensor) and mask.dim() == 4 else None  # aligned, as that of a step
+        mask = mask[:, :, -1:].clone() if isinstance(mask, Tensor) and mask.dim() == 4 else None  # aligned, as a step's mask
         compile_step(inputs, query, mask, **kernel_options(attention.implementation, query, attention.keywords))
 
     @uncompiled("codes in storage that grows")

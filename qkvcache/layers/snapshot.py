@@ -4,8 +4,8 @@ bit for bit.
 Tokens of compressed and dense layers can be cut to any number of first tokens. Full sliding windows, recurrent states and tokens that a
 policy chose cannot: they return to the tokens at which a checkpoint of them was taken (`Snapshot.checkpoint`).
 
-Names of tensors: those of `LayerStorage.snapshot` for layers of this library; `keys` and `values` for dense layers; the names of attributes
-after `STATE` for the states of linear attention, in layers that have attention beside it too; those of a layer's `indexer`
+Names of tensors: see `LayerStorage.snapshot` for layers of this library; `keys` and `values` for dense layers; the names of attributes
+after `STATE` for the states of linear attention, in layers that have attention beside it too; the tensors of a layer's `indexer`
 after `INDEXER`.
 """
 
@@ -122,8 +122,8 @@ class Snapshot:
         return replace(self, tensors=self.tensors | states.tensors, numbers=self.numbers | states.numbers)
 
     def cut(self, tokens: int, checkpoint: Snapshot | None = None) -> Snapshot:
-        """Views of the first `tokens` tokens. `checkpoint`: that of an earlier snapshot of the layer, of as many tokens. Raises ValueError
-        if there are fewer tokens, and for a snapshot that cannot be cut."""
+        """Views of the first `tokens` tokens. `checkpoint`: the checkpoint of an earlier snapshot of the layer, of as many tokens. Raises
+        ValueError if there are fewer tokens, and for a snapshot that cannot be cut."""
         if checkpoint is not None:
             return checkpoint if self.kind in ("sliding", "linear") else self.attention.cut(tokens).joined(checkpoint)
         count = self.tokens
@@ -347,7 +347,7 @@ def _restore_states(layer: Layer, stored: Snapshot, device: torch.device) -> Non
 
 def check(layer: Layer, stored: Snapshot, seen: int, rows: int = 1) -> None:
     """Raises ValueError, LookupError or RuntimeError unless `restore` can put `stored` into `layer`, which is empty, as the first `seen`
-    tokens of `rows` rows: names, dtypes, shapes and counts must be those of a snapshot of this layer."""
+    tokens of `rows` rows: names, dtypes, shapes and counts must be as in a snapshot of this layer."""
     kind, own = stored.kind, kind_of(layer)
     if kind not in ("empty", own) and (kind, own) != ("dense", "compressed"):
         raise ValueError(f"a snapshot of kind {kind!r} for a {type(layer).__name__}")

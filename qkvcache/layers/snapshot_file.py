@@ -111,7 +111,7 @@ def read_header(path: Path, what: str, words: str, bound: str = "") -> dict[str,
 
 
 def read_whole(path: Path, what: str, words: str, bound: str = "") -> dict[str, Snapshot]:
-    """All parts of a file, checked, in memory of their own; arguments and errors are those of `read_header`. An error of the device is an
+    """All parts of a file, checked, in memory of their own; arguments and errors: see `read_header`. An error of the device is an
     OSError here; a mapped file would end the process."""
     with reading(path), _opened(path) as descriptor:
         data = bytearray(os.fstat(descriptor).st_size)

@@ -24,9 +24,9 @@ class Wheels:
 
     Args:
         parts: the path of each part in its package, by the names of the packages, in order.
-        version: that of every package.
+        version: the version of every package.
         download: bytes of all packages.
-        sha256: that of the whole file, in hexadecimal digits.
+        sha256: the digest of the whole file, in hexadecimal digits.
     """
 
     parts: dict[str, str]

@@ -21,7 +21,7 @@ from .model import Shape
 def cache_bytes(
     cache: Cache, shapes: Sequence[Shape], dtype: torch.dtype, seq_length: int, prompt: int, rows: int
 ) -> tuple[Counter[str], int]:
-    """Bytes by role of `cache`, and those of them in host memory, with the arguments of `_layer_bytes`. Layers that are
+    """Bytes by role of `cache`, and how many of them are in host memory, with the arguments of `_layer_bytes`. Layers that are
     alike are measured once."""
     alike = Counter((_kind(layer), shape) for layer, shape in zip(cache.layers, shapes, strict=True))
     one = {_kind(layer): layer for layer in cache.layers}

@@ -40,7 +40,7 @@ class Plan:
     """The bytes of `batch` requests of `context` tokens, summed over all GPUs.
 
     request: bytes of one request, as `cache.memory()` counts them.
-    host: those of pages in host memory.
+    host: bytes of `total` that `offload_pages` keeps in host memory.
     dense: bytes of one request in a DynamicCache.
     activations: bytes that are needed beside the cache while the prompts are read, `prefill_chunk_size` tokens a step; None where they
         are not known (experts).
@@ -93,7 +93,7 @@ class Plan:
 
     @property
     def ratio(self) -> float:
-        """Bytes of a DynamicCache in the model's dtype divided by those of this cache."""
+        """Bytes of a DynamicCache in the model's dtype, divided by the bytes of this cache."""
         return self.dense / self.bytes_per_request
 
     @property
@@ -186,8 +186,8 @@ def plan(
     Args:
         format, policy, num_sink_tokens, residual_length, skip_layers, attention_budget, offload_pages: as
             CompressedCache takes them. Without format and policy, the plan is for a DynamicCache, or with `max_length`
-            for a StaticCache. `gpu_memory` must hold what is not in host memory.
-        context: tokens of a request, prompt and answer together. None: those of the longest of `requests`.
+            for a StaticCache. With `offload_pages`, `gpu_memory` must hold what is not in host memory.
+        context: tokens of a request, prompt and answer together. None: the longest of `requests`.
         prompt: tokens of the context that are read at once; None: all. Phi-3 and its kin read a text anew when it passes
             `original_max_position_embeddings`, and these tokens then count. Pages for later tokens are added as the cache
             grows, up to an eighth more than needed.
@@ -199,7 +199,7 @@ def plan(
         gpu_memory: bytes of one GPU for weights, caches, and the activations of prompts, which are read together.
         weights_memory: bytes of the weights over all GPUs; None counts the config's parameters in `dtype`.
         tensor_parallel: GPUs that share the KV heads of each layer evenly.
-        dtype: the model's dtype, or its name; None: that of the config, or bfloat16 if it has none.
+        dtype: the model's dtype, or its name; None: the dtype of the config, or bfloat16 if it has none.
         max_length: the tokens for which CompressedCache allocates pages at once: a request then has the same bytes
             from its first token on, and `longest_context` is the largest `max_length` that fits.
 
@@ -251,7 +251,7 @@ def plan(
             return CompressedCache(config, format=format, policy=policy, max_length=max_length, **options)
 
     def bytes_of(cache: Cache, context: int, rows: int) -> tuple[Counter[str], int]:
-        """Bytes by role of `rows` requests of `context` tokens on all GPUs, and those of them in host memory."""
+        """Bytes by role of `rows` requests of `context` tokens on all GPUs, and how many of them are in host memory."""
         at_once = context if prompt is None else min(prompt, context)
         sizes, host = cache_bytes(cache, layers, dtype, context, at_once, rows)
         return Counter({role: size * tensor_parallel for role, size in sizes.items()}), host * tensor_parallel
@@ -333,7 +333,7 @@ def plan_all(
     **options,
 ) -> list[Plan]:
     """The plans of a DynamicCache and of the formats called `names` that can hold the model's heads, in pages if there are
-    `requests`. `names=None`: every format of the registry but `identity`. `policy` and `options` are those of `plan`.
+    `requests`. `names=None`: every format of the registry but `identity`. `policy` and `options`: see `plan`.
 
     Raises what `plan` does.
     """

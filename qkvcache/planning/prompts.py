@@ -7,7 +7,7 @@ from dataclasses import dataclass
 CHUNK, LEAST = 4096, 64
 """The tokens, of all requests together, that a step reads of longer prompts, and the fewest of one request."""
 IN_CHUNKS = 1.3
-"""The activations of a chunk divided by those of as many tokens that are read at once: a chunk attends to what is stored."""
+"""The activations of a chunk, divided by the activations of as many tokens read at once. A chunk also attends to what is stored."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Prompts:
 
     @property
     def most(self) -> float:
-        """The tokens whose activations, read at once, are those of a chunk."""
+        """The number of tokens, read at once, that need the activations of a chunk."""
         return IN_CHUNKS * max(CHUNK, LEAST * self.rows)
 
     @property

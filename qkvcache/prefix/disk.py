@@ -55,7 +55,7 @@ _NAME = re.compile(r"([0-9a-f]{32}-){2}[0-9a-f]{32}\.safetensors")
 @dataclass(frozen=True)
 class File(Parts):
     """A file whose header was checked. `key` of an entry; `text` describes the cache or the page, `model` the model; `whole`: whether the
-    entry is cut at checkpoints alone. The names of `parts` are those of layers, or layer and tokens of a checkpoint."""
+    entry is cut at checkpoints alone. The names of `parts` are layers, or layer and tokens of a checkpoint."""
 
     text: str
     model: str
@@ -102,7 +102,7 @@ def read_header(path: Path) -> File:
 def read(file: File, tokens: int | None = None, copy: Copy | None = None, template: CacheTemplate | None = None) -> Iterator[Snapshot]:
     """Yields the layers of an entry in order, cut to the first `tokens` tokens and checked. Their tensors are views of
     the file, of which only the used part is read, or the result of `copy`, which runs in the thread that checked the
-    layer. Raises Damaged if the contents were changed, or if the layers cannot be those of `template`.
+    layer. Raises Damaged if the contents were changed, or if the layers do not fit `template`.
 
     With `Blocks`, drop all references to a layer before asking for the second layer after it; otherwise its block is
     not reused."""

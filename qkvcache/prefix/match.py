@@ -48,7 +48,7 @@ def common(a: bytes, b: bytes) -> int:
 
 
 def kind(stored: bytes, key: bytes) -> str:
-    """The relation of the tokens of `stored` to those of `key`: "exact", "shorter", "longer" or "common"."""
+    """The relation of the tokens of `stored` to the tokens of `key`: "exact", "shorter", "longer" or "common"."""
     if stored == key:
         return "exact"
     if key.startswith(stored):

@@ -1,4 +1,4 @@
-"""`CacheTemplate`: how an entry's tokens are stored, and the caches that are made of them; `Templates`: those of a store."""
+"""`CacheTemplate`: how an entry's tokens are stored, and the caches that are made of them; `Templates`: the templates of a store."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def _in_short(layer: Layer) -> str:
 
 
 class Templates:
-    """The templates of a store, by name. `own` is that of the caches that it makes, and of the tokens of a DynamicCache. `dense`: whether
-    it returns DynamicCaches."""
+    """The templates of a store, by name. `own` is the template of the caches that it makes, and of the tokens of a DynamicCache. `dense`:
+    whether it returns DynamicCaches."""
 
     def __init__(self, own: CacheTemplate, config: PreTrainedConfig, dense: bool):
         self.own, self._config = own, config
@@ -137,7 +137,7 @@ class Templates:
         self.names = {own.name: own}
 
     def of(self, cache: Cache) -> CacheTemplate:
-        """The template in which the tokens of `cache` are stored: its own for a compressed cache, else that of the store."""
+        """The template in which the tokens of `cache` are stored: its own for a compressed cache, else the store's."""
         template = CacheTemplate(cache, self._config) if isinstance(cache, CompressedCache) else self.own
         return self.names.setdefault(template.name, template)
 

@@ -23,7 +23,7 @@ from .budget import WHOLE, Budget
 from .selection import ChosenPages, Selection
 
 GROUP, SAMPLED = 32, 8
-"""The most queries that share a choice, and how many of them weigh the blocks for all: those of a text choose alike."""
+"""The most queries that share a choice, and how many of them weigh the blocks for all: neighbouring queries choose alike."""
 
 
 def groups(query: Tensor, inputs: PagedInputs, mask: Tensor | None, causal: bool) -> Iterator[tuple[Tensor, PagedInputs, Tensor | None]]:
@@ -62,7 +62,7 @@ def select_blocks(
     """The blocks that queries `[B, Hq, Q, D]` read under `budget`: one choice for all of them in each KV head, which `sampled` make.
 
     Args:
-        mask: as of `attend_pages`. Tokens that it hides have no weight.
+        mask: as in `attend_pages`. Tokens that it hides have no weight.
         keys: the first `inputs.max_length` quantized keys of all rows, in order, if the caller has them; else they are gathered.
         others: options of attention that do not change the choice.
     """

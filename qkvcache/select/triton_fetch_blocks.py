@@ -122,7 +122,7 @@ def copy_blocks_kernel(
 ):  # fmt: skip
     """Copies blocks into slots. Grid (programs, B * H).
 
-    planes, WORDS, STRIDES, NEAR   as of `_copy_block`, from pages of PAGE tokens to slots; the first from those of the index
+    planes, WORDS, STRIDES, NEAR   as in `_copy_block`, from pages of PAGE tokens to slots; the first from those of the index
     index                    int64 [B, P], entries of the index, BASE being the first page: index_b; read if NEAR
     blocks, pages            `blocks` and `entries` of a `Selection`, BASE being the first page
     missing, counts, entries, room   as of `place_blocks_kernel`
@@ -148,7 +148,7 @@ def copy_index_kernel(
 ):  # fmt: skip
     """Copies the blocks with `tokens` tokens from `begin` on, or with COUNTED the last ones, into the index. Grid (blocks, B * H).
 
-    planes, WORDS, STRIDES   as of `_copy_block`
+    planes, WORDS, STRIDES   as in `_copy_block`
     table, index             int64 [B, P], entries of pages of PAGE tokens in both, BASE being the first: table_b, index_b
     lengths                  int32 [B]: lengths_b; read if COUNTED
     """

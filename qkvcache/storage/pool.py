@@ -1,7 +1,7 @@
 """`PagePool`: the pages of one layer, which caches and their forks share.
 
-A page is one range of bytes with the planes of keys `[H', PAGE, width]`, then those of values. Pages are allocated in slabs, have numbers,
-and are counted: a page that several tables name is copied before one of its owners writes (`PagedTokens.own`). A slab
+A page is one range of bytes with the planes of keys `[H', PAGE, width]`, then the planes of values. Pages are allocated in slabs, have
+numbers, and are counted: a page that several tables name is copied before one of its owners writes (`PagedTokens.own`). A slab
 whose pages are all free is given back.
 
 Kernels find pages by address. Where torch reads them, the pages of a row in a slab are neighbours instead, plane by plane, so that their
@@ -26,7 +26,7 @@ from ..formats.base import Codec, Codes
 ALIGNMENT = 64
 """The alignment of planes and of pages in bytes. Entries of tables count in this unit where kernels find pages by address."""
 ANCHOR = 2**42
-"""The entry of the first page of a pool whose pages kernels find by address: those of slabs below it are positive, too."""
+"""The entry of the first page of a pool whose pages kernels find by address: entries of slabs below it are positive, too."""
 
 Numbers = numpy.ndarray
 """Numbers of pages, int64."""

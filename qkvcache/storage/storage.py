@@ -141,7 +141,7 @@ class LayerStorage:
 
     def check(self, tensors: dict[str, Tensor], numbers: dict[str, int], seen: int) -> None:
         """Raises ValueError unless these are a valid snapshot, for `restore`, of rows that have seen `seen` tokens.
-        Names, dtypes and shapes must be those of this storage, which is empty and on the meta device, with the
+        Names, dtypes and shapes must be as in this storage, which is empty and on the meta device, with the
         snapshot's number of tokens in each zone."""
         columns = next((x.shape[2] for name, x in tensors.items() if name.startswith("key.region.")), 0)
         sinks, residual = (tensors[f"key.{zone}"].shape[2] if f"key.{zone}" in tensors else 0 for zone in ("sinks", "residual"))

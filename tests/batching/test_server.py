@@ -94,9 +94,13 @@ def test_served_answers_are_those_of_generate(server, folder):
 def test_streaming(server, folder):
     (prompt,) = prompts(1)
     whole = complete(server, folder, prompt)
-    events = list(client(server).completions.create(model=folder, prompt=prompt, max_tokens=6, stream=True))
+    asked = {"model": folder, "prompt": prompt, "max_tokens": 6, "stream": True}
+    *events, last = client(server).completions.create(**asked, stream_options={"include_usage": True})
     assert "".join(event.choices[0].text for event in events) == whole and len(events) > 4
-    assert events[-1].choices[0].finish_reason == "length" and events[-1].usage.completion_tokens == 6
+    assert events[-1].choices[0].finish_reason == "length" and {event.usage for event in events} == {None}
+    assert not last.choices and last.usage.completion_tokens == 6 and {event.id for event in events} == {last.id}
+    without = list(client(server).completions.create(**asked))
+    assert len(without) == len(events) and "usage" not in without[-1].model_fields_set
 
 
 @pytest.mark.parametrize("stream", [False, True])

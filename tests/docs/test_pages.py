@@ -78,3 +78,15 @@ def test_make_targets_exist():
         target for page in PAGES for _, source in blocks(page, "bash") for target in re.findall(r"^make ([\w-]+)", source, re.MULTILINE)
     }
     assert named and named <= targets
+
+
+def test_numbers_point_at_rows_that_a_release_has():
+    """No commit of the history is named; what cites rows of former code names them by their `what`."""
+    rows = (ROOT / "eval/results/past.jsonl").read_text()
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        assert "git show" not in text, page
+        cited = re.split(r"past\.jsonl`, ", text)[1:]
+        assert page == "docs/measurements/index.md" or len(cited) == text.count("past.jsonl"), page
+        for key in (re.search(r'"what": "[^`]+', part) for part in cited):
+            assert key and key[0] in rows, (page, key)

@@ -78,7 +78,7 @@ def attend_chunked_pages(
     query: Tensor, pages: Pages, begin: int, end: int, sinks: Pair, recent: Pair, *, scaling: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """`attend_chunked` over the tokens `begin` to `end` of pages with one table for all heads, between exact keys and values
-    `[B, H, T, D]`: first tokens, and those after the pages, of which the last `Q` are those of the queries `[B, Hq, Q, D]`."""
+    `[B, H, T, D]`: first tokens, and the tokens after the pages, of which the last `Q` belong to the queries `[B, Hq, Q, D]`."""
     tokens = ChunkedKV.of_pages(pages, begin, end, sinks, recent)
     return attend_chunked(query, tokens, scaling=scaling)[:2]
 

@@ -132,7 +132,7 @@ def programs_of(device: torch.device) -> int:
 def split(tokens: int, groups: int, tile: int, warps: int) -> int:
     """The number of splits of `tokens` quantized tokens, which `groups` programs would read without splits.
 
-    `tile`: tokens of a tile, which divides those of a split. `warps`: programs that the GPU runs at a time.
+    `tile`: tokens of a tile, which divides the tokens of a split. `warps`: programs that the GPU runs at a time.
     """
     wanted = min(max(warps // groups - 1, 1), MOST_SPLITS)  # one is for the exact tokens
     each = max(-(-tokens // wanted), LEAST_SPLIT)

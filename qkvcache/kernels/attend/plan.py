@@ -208,7 +208,7 @@ class Launches:
         return Launcher(sum_keys_kernel, self.attend.device, given, held, **self.fixed | own, num_stages=fused.SUMS.stages)
 
     def reduce(self, shared: int) -> Launcher:
-        """The launch that joins splits with those of a second launch, of so many query rows in a block; 0: there is none."""
+        """The launch that joins splits with the splits of a second launch, which has so many query rows in a block; 0: there is none."""
         key = f"joins {shared} rows"
         if key not in self.others:
             given, device = ("part", "tops", "sinks", "out", "lse"), self.attend.device
@@ -217,11 +217,11 @@ class Launches:
 
 
 class Plan:
-    """One call of attention over pages, for `inputs` and those of any layer that is like theirs.
+    """One call of attention over pages, for `inputs` and the inputs of any layer that is like theirs.
 
     Args:
         query: `[B, Hq, Q, D]`; queries of other layers have the same shape, strides and dtype.
-        mask, options: as of `attend.attend_pages`; `sinks` and `observed` belong to one layer: `run` takes them.
+        mask, options: as in `attend.attend_pages`; `sinks` and `observed` belong to one layer: `run` takes them.
         launch: for measuring; chosen by format otherwise.
         items: divide the rows among programs.
         skip: tokens at the beginning of pages that another plan reads.
@@ -307,7 +307,7 @@ class Plan:
         return max(splits, 1 - launches.exact) + launches.exact, least
 
     def _hold(self, branches: int = 1) -> Held:
-        """The arguments `OF_CALL`, with those of the plan `beside`, over tokens that so many rows share."""
+        """The arguments `OF_CALL`, with the arguments of the plan `beside`, over tokens that so many rows share."""
         empty, of_rows, beside = self.empty, self.splits_of_rows, self.beside
         return Held(
             **dict(zip(("mask", "mask_b", "mask_h", "mask_q", "mask_t"), (self.mask, *self.mask_strides), strict=True)),
@@ -430,7 +430,7 @@ def cascades(query: Tensor, inputs: PagedInputs, launch: Launch | None, options:
 
 
 def _shared(query: Tensor, mask: Tensor | None, inputs: PagedInputs, options: Options) -> Plan:
-    """The plan over the tokens that `work.branches` rows share, with the queries of these rows as those of one."""
+    """The plan over the tokens that `work.branches` rows share, with the queries of these rows as the queries of one row."""
     shared, branches = inputs.first_shared(), inputs.work.branches
     query = _of_branches(query, branches)
     if mask is not None:

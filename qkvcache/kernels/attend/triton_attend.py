@@ -152,7 +152,7 @@ def key_scores(
     K: tl.constexpr, D: tl.constexpr, K_ONCE: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr,
     queries, k_planes, k_scales, valid, visible, hides, column,
 ):  # fmt: skip
-    """The scores, fp32 [T, R] to base 2, of one tile of T quantized keys under the caller's mask. Arguments are those of `_region_tile`."""
+    """The scores, fp32 [T, R] to base 2, of one tile of T quantized keys under the caller's mask. Arguments: see `_region_tile`."""
     q, q_scale, q_sum, q_center = queries
     mask, mask_rows, mask_stride, _ = visible
     KW: tl.constexpr = D // K.per
@@ -201,10 +201,10 @@ def _region_tile(
     each. Returns the new state.
 
     queries  as `query_planes` returns them
-    k_planes   as of `_tile`, from the tile's first token on; k_scales as of `device/scales.py`; K_ONCE: one scale
+    k_planes   as in `_tile`, from the tile's first token on; k_scales as in `device/scales.py`; K_ONCE: one scale
                serves all tokens; v_planes, v_scales, V_ONCE: the same of values
     valid    bool [T], read with TAIL; column: int [T], columns in the mask
-    visible  as of `exact_tiles`; hides: as of `masked`
+    visible  as in `exact_tiles`; hides: as in `masked`
     """
     VW: tl.constexpr = DV // V.per
     VT: tl.constexpr = words_of_tile(V, DV)
@@ -268,7 +268,7 @@ def _region_tile(
 
 @triton.jit
 def exact_columns(at, tokens, start, oldest_slot, count, RING: tl.constexpr):
-    """Return whether the slots `at`, int [T], hold one of the exact tokens, bool [T], and their columns, int [T]. Arguments are those of
+    """Return whether the slots `at`, int [T], hold one of the exact tokens, bool [T], and their columns, int [T]. Arguments: see
     `exact_tiles`."""
     valid = at < tokens
     column = start + at
@@ -290,7 +290,7 @@ def exact_tiles(
     q        [DP, R] model dtype; `q_scale` fp32 [R]
     keys     [tokens, D], a token `key_stride` elements from the next; values [tokens, DV]: value_stride
     start    column of the first token
-    visible  mask, `mask_rows` and `mask_stride` as of `masked`; newest, int [R], the last column that a query row sees, read if CAUSAL
+    visible  mask, `mask_rows` and `mask_stride` as in `masked`; newest, int [R], the last column that a query row sees, read if CAUSAL
     RING     whether tokens are the `count` of a ring of `tokens` slots from `oldest_slot` on
     """
     mask, mask_rows, mask_stride, newest = visible
@@ -467,7 +467,7 @@ def page_of(X: tl.constexpr, D: tl.constexpr, ONCE: tl.constexpr, planes, stride
 @triton.jit
 def head_of(X: tl.constexpr, ONCE: tl.constexpr, planes, strides: tl.constexpr, b, h):
     """Pointers to the codes, high bits and scales of head `h` in the first page; with ONCE, scales of row `b`.
-    Arguments as of `page_of`."""
+    Arguments as in `page_of`."""
     codes, high, scales = planes
     codes += tl.multiple_of(h * strides[1], 16)
     if X.high:
@@ -487,7 +487,7 @@ def entry_of(table, token, live, PAGE: tl.constexpr, BASE: tl.constexpr):
 
 @triton.jit
 def place_of(table, chosen, at, live, PAGE: tl.constexpr, BASE: tl.constexpr):
-    """The entry of the page of the tile that begins with the token `at` among those that are read, as of `entry_of`, and the tile's first
+    """The entry of the page of the tile that begins with the token `at` among those that are read, as in `entry_of`, and the tile's first
     token among those that are stored. `chosen`: the blocks of BLOCK tokens that are read, and `table` has an entry for each of them; None:
     all tokens are read."""
     if chosen is None:
@@ -514,7 +514,7 @@ def attend_kernel(
 ):  # fmt: skip
     """Attention of `queries` queries over sinks, quantized tokens in pages, and a residual (`pages.PagedInputs`), split over programs.
 
-    Grid (splits, blocks of R query rows, B * H); with EXACT, split 0 is that of the exact tokens. With ITEMS, the splits of all rows are
+    Grid (splits, blocks of R query rows, B * H); with EXACT, split 0 has the exact tokens. With ITEMS, the splits of all rows are
     those of the items, and the grid is (N, blocks, H), as if N were the splits of one row. Strides are in elements, words of 16 bits for
     packed codes. Channels are contiguous. Query row `r` of a KV head is query `r % queries` of query head `h * G + r // queries`; of an
     item for M rows, it is the query of head `h * G + r // M` of the row `r % M` of the item.
@@ -535,7 +535,7 @@ def attend_kernel(
     v_planes       the same of values
     exact          sinks [E, H, S, D] and [.., DV], residual [F, H, .., D] and [.., DV]: keys, values, keys, values; E and F are B unless
                    there are `rows`; then for each of the four its strides over rows, heads and tokens
-    mask           uint8 (0: hidden) or additive, [B, H * G, queries, columns]: mask_b, mask_h, mask_q, mask_t; MASK as of `masked`
+    mask           uint8 (0: hidden) or additive, [B, H * G, queries, columns]: mask_b, mask_h, mask_q, mask_t; MASK as in `masked`
     part, tops     outputs fp32 [panels, splits, R, DV], and for each of their rows its maximum and its normaliser, fp32 [.., 2]; a panel is
                    a block of query rows of a (row, KV head), or with ITEMS of a KV head
     scaling        factor of scores                                SOFTCAP  their cap; None: none

@@ -30,11 +30,11 @@ def reduce_kernel(
     """Joins splits, adds the mean of values, rotates back what was stored rotated, and divides by the normaliser. Grid (G * queries, B * H,
     blocks of C channels): one query row each.
 
-    part       fp32 [B * H, blocks, splits, R, DV], contiguous: outputs. With EXACT, split 0 is that of exact tokens, its channels in order;
+    part       fp32 [B * H, blocks, splits, R, DV], contiguous: outputs. With EXACT, split 0 has the exact tokens, its channels in order;
                the others have channels plane after plane (`unpack`), rotated if V.rotated
     tops       fp32 [B * H, blocks, splits, R, 2], contiguous: the maximum of the scores, to base 2, and the normaliser, relative to it
-    firsts     int32 [B + 1], `pages.Splits.firsts`; read if ITEMS: `splits` are then those of all rows, and the first dimension of `part`
-               and `tops` is H
+    firsts     int32 [B + 1], `pages.Splits.firsts`; read if ITEMS: `splits` then counts the splits of all rows, and the first dimension
+               of `part` and `tops` is H
     SHARED     query rows in a block of a second launch, over tokens that `branches` rows of the batch share; 0: there is none. Its outputs
                are behind the `before` query rows of the first: [B / branches * H, shared_blocks, shared_splits, SHARED], or with ITEMS
                [H, ..]. Query `q` of head `g` of the group and of the row at place `p` is query row `(g * branches + p) * queries + q`

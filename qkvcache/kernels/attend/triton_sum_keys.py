@@ -35,7 +35,7 @@ def _exact_scores(
     D: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, RING: tl.constexpr, ARCH: tl.constexpr,
     q, scale, keys, key_stride, at, tokens, start, oldest_slot, count, visible,
 ):  # fmt: skip
-    """The scores, fp32 [T, R] to base 2, of the exact tokens in slots `at`, int [T]; arguments as of `triton_attend.exact_tiles`."""
+    """The scores, fp32 [T, R] to base 2, of the exact tokens in slots `at`, int [T]; arguments as in `triton_attend.exact_tiles`."""
     mask, mask_rows, mask_stride, newest = visible
     DP: tl.constexpr = max(triton.next_power_of_2(D), 16)
     d = tl.arange(0, DP)
@@ -69,7 +69,7 @@ def sum_keys_kernel(
     lse       fp32 [B, H * G, queries], contiguous: logs of the normalisers, to base e
     observed  fp32 or bool [B, queries], contiguous: how often each query counts
     sums      fp32 [B, H, n_sinks + n_quantized + n_residual], contiguous: sinks, quantized tokens, residual; 0 for a slot without a token
-    other arguments   as of `triton_attend.attend_kernel`, of keys
+    other arguments   as in `triton_attend.attend_kernel`, of keys
     """
     COUNTED: tl.constexpr = rows is not None
     K: tl.constexpr = KEYS.layout

@@ -113,7 +113,7 @@ def _norm(
     BLOCK: tl.constexpr,
 ):
     """Return the divisor of the scales and zeros of the tokens that are read from `low` to `high`, fp32, at least 1e-30; 1 if fp16
-    holds them anyway. `planes`, `strides`: as of `page_of`; `blocks`: those that are read, if BLOCK is not 0."""
+    holds them anyway. `planes`, `strides`: as in `page_of`; `blocks`: those that are read, if BLOCK is not 0."""
     if X.group > 0 or X.scale == "none":
         return 1.0
     else:
@@ -142,7 +142,7 @@ def _page_of_tile(table, begin, high, place, PAGE: tl.constexpr, BASE: tl.conste
 
 @triton.jit
 def _scales_of_plane(X: tl.constexpr, WORDS: tl.constexpr, by_group, i: tl.constexpr, T: tl.constexpr):
-    """Scales of plane `i` of all words, fp16 [T, 1] or [T, WORDS], from those of each group."""
+    """Scales of plane `i` of all words, fp16 [T, 1] or [T, WORDS], from the scales of each group."""
     GROUP: tl.constexpr = X.group
     FIRST: tl.constexpr = i * WORDS // GROUP
     if WORDS <= GROUP:
@@ -163,7 +163,7 @@ def _stored(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, planes, slot, 
     then the scales of groups, or scale and zero of tokens.
 
     `planes`: pointers to the planes of the page, or [T], of each token's page: words of 16 bits [slots, D / X.per],
-    high bits [slots, X.high / 2 as many], and scales as of `device/scales.py`."""
+    high bits [slots, X.high / 2 as many], and scales as in `device/scales.py`."""
     codes, high, scales = planes
     WORDS: tl.constexpr = D // X.per
     HALF: tl.constexpr = WORDS // 2
@@ -259,7 +259,7 @@ def _region_tile(
     """Adds a tile, of which `stored` holds keys and values (`_stored`), to `state` (`_absorb`). Returns the new state and what is stored of
     the tokens `next_slot`, int [T]; with TAIL there are none.
 
-    queries   as `_queries` returns them, the factor with that of the tile; k_planes: as of `_stored`; k_norm: as of `_tile`
+    queries   as `_queries` returns them, the factor with that of the tile; k_planes: as in `_stored`; k_norm: as in `_tile`
     valid     bool [T], which tokens there are; column: int [T], columns of the mask, read with MASK if it `hides` any
     """
     q, factor, q_center = queries
@@ -348,12 +348,12 @@ def attend_tiles_kernel(
     """Causal attention of the last `queries` tokens, which are among the residual, over sinks, quantized tokens in pages that heads share
     and the residual (`pages.PagedInputs`), split over programs.
 
-    Grid (splits, blocks of R query rows, B * H); with EXACT, split 0 is that of the exact tokens. Strides are in elements. Channels are
+    Grid (splits, blocks of R query rows, B * H); with EXACT, split 0 has the exact tokens. Strides are in elements. Channels are
     contiguous. Query row `r` of a KV head is query `r % queries` of query head `h * G + r // queries`.
 
     query          [B, H * G, queries, D] model dtype: query_strides over rows, heads and queries
     rotation       fp16 [D, D], `tables.Tables.matrix`; read if keys are rotated
-    table, rows, lengths, chosen, k_planes, v_planes, exact, part, tops, KEYS, VALUES, PAGES, SOFTCAP   as of `attend_kernel`; with `rows`,
+    table, rows, lengths, chosen, k_planes, v_planes, exact, part, tops, KEYS, VALUES, PAGES, SOFTCAP   as in `attend_kernel`; with `rows`,
                    rows begin with the first token of their pages, and the rings of row `b` are row `b` of the residual
     mask           uint8 (0: hidden) [B, columns], read if MASK: mask_b, mask_t
     scaling        factor of scores
@@ -436,7 +436,7 @@ def attend_tiles_kernel(
         if MASK and not STEP:
             hides = hides_any(mask, n_sinks + low, n_sinks + high, mask_t)
         t = tl.arange(0, T)
-        unit = 1e-30  # that of the output
+        unit = 1e-30  # of the output
         if low < high:
             table += b * table_b + h * table_h
             UNIT: tl.constexpr = STEP if STEP else PAGE

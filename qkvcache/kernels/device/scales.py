@@ -17,7 +17,7 @@ def _half(word):
 @triton.jit
 def token_scale(X: tl.constexpr, ONCE: tl.constexpr, scales, slot):
     """Scale and zero of the tokens `slot`, int [T], as fp32 [T] each, from the plane `scales` of their head; one entry for all tokens with
-    ONCE. The zero of `hidden` is in codes, that of `pair` in values."""
+    ONCE. The zero of `hidden` is in codes, the zero of `pair` in values."""
     if X.scale == "fp32":
         scale = tl.load(scales + slot * (1 - ONCE))
         zero = tl.where(slot < 0, scale, 0.0)

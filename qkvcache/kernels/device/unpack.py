@@ -162,7 +162,7 @@ def _in_register(word: int, to: str) -> str:
     return f".reg .b32 {to}; mov.u32 {to}, %lanemask_lt; shr.u32 {to}, {to}, 31; or.b32 {to}, {to}, {word:#x}; "
 
 
-# The low bits ($8) of even channels and their high bits ($9, to be shifted where $10 says so) to nibbles (e), those of odd ones (o).
+# The low bits ($8) of even channels and their high bits ($9, to be shifted where $10 says so) to nibbles (e); of odd channels to (o).
 _NIBBLES3 = """
 shl.b32 h, $9, 2;
 lop3.b32 h, h, $10, $9, 0xe2;

@@ -218,7 +218,7 @@ def _attend_pages(
 
 def split_rows(lengths: Tensor, max_length: int, heads: int, shares: Tensor | None = None) -> Splits | None:
     """`Splits` of rows with `lengths` tokens in pages, int32 `[B]`, at most `max_length`, and `heads` KV heads; None
-    where the torch reference attends. `shares`: as of `Splits.of`."""
+    where the torch reference attends. `shares`: as in `Splits.of`."""
     if not on_triton(lengths.device):
         return None
     return Splits.of(lengths, max_length, max(module("attend.launches").programs_of(lengths.device) // heads, 1), shares)

@@ -300,7 +300,7 @@ def vectors(tokens, heads, ACROSS: tl.constexpr, ALONG: tl.constexpr):
 
 @triton.jit
 def load_tile(live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr):
-    """Dequantizes vectors: fp32 [N, padded(D)], or the dtype of codes of kind "half". Arguments as of `triton_quantize.store_tile`; vectors
+    """Dequantizes vectors: fp32 [N, padded(D)], or the dtype of codes of kind "half". Arguments as in `triton_quantize.store_tile`; vectors
     that are not live, bool [N], are not read."""
     table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh = planes
     N: tl.constexpr = live.shape[0]

@@ -122,7 +122,7 @@ def _gather_rows_kernel(
 
     key        output [1, H, T, D] model dtype, channels contiguous, and new keys [1, H, N, D] likewise: over heads and tokens; sinks
                [E, H, S, D] model dtype, and rings [F, H, ring_slots, D]: over the first three dimensions; planes of the first
-               page, as of `triton_dequantize._dequantize_pages_kernel`; K: layout
+               page, as in `triton_dequantize._dequantize_pages_kernel`; K: layout
     value, V   the same of values, [.., DV]
     tiles      int32 [M, 2]: `pages.gather_tiles`
     new_starts, out_starts   int32 [B + 1]: the first token of a row among the new ones and in the output

@@ -4,8 +4,8 @@ A tile has tokens (times heads, where few tokens come at once or where a scale s
 registers: rotation, scale, codes, packing. Head dims that are no power of two are padded and masked.
 
 The rotation is a product with a matrix of 1 and -1, in which 16-bit inputs are exact; fp32 is split into three bfloat16, which is exact as
-well. Only sums round. Codes differ from those of `Codec.quantize` where a channel lies within such a rounding of the border of two codes.
-Minima and maxima are computed on bit patterns, since a maximum of floats ignores nan."""
+well. Only sums round. Codes differ from the codes of `Codec.quantize` where a channel lies within such a rounding of the border of two
+codes. Minima and maxima are computed on bit patterns, since a maximum of floats ignores nan."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def _lloyd(x, BITS: tl.constexpr):
 
 @triton.jit
 def _climb(x, AT: tl.constexpr, UP: tl.constexpr, COUNT: tl.constexpr):
-    """The sum of those of COUNT entries of UP whose thresholds in AT are at most `x`, fp32 of any shape and not negative: int32."""
+    """The sum of the entries among COUNT of UP whose thresholds in AT are at most `x`, fp32 of any shape and not negative: int32."""
     reached = tl.full(x.shape, UP[0], tl.int32)
     for i in tl.static_range(1, COUNT):
         reached += tl.where(x >= AT[i], UP[i], 0)
@@ -221,7 +221,7 @@ def store_tile(raw, live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.c
     raw      [N, padded(D)] of N / ACROSS tokens and ACROSS heads; live: bool [N], those that take part in shared scales
     block    int64, scalar or [N]: the page, counted in entries, of planes [entries, H', PAGE, width]; slot: [N], negative: none
     row      int64: the batch row of statistics
-    planes   `plane_arguments`: planes as of `block`, words of 16 bits where codes are packed, and the mean fp32 [rows, H, D]
+    planes   `plane_arguments`: planes as in `block`, words of 16 bits where codes are packed, and the mean fp32 [rows, H, D]
     """
     table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh = planes
     N: tl.constexpr = raw.shape[0]

@@ -272,7 +272,7 @@ def _step_kernel(
 
 @triton.jit
 def _count(control, rows, rows_b, sink_slots, ring_slots, tokens, batch):
-    """Counts the tokens of a step; arguments as of `_step_kernel`."""
+    """Counts the tokens of a step; arguments as in `_step_kernel`."""
     room = tl.load(control + 2)
     dropped = 0
     for begin in range(0, batch, ROWS):
