@@ -67,7 +67,7 @@ def test_a_manager_that_starts_while_the_default_stream_is_busy(monkeypatch):
     net, ids = network(torch.float32), prompts(150)
     with continuous_batching(net, "identity", **ZONES), serving(net) as manager:
         expected = answers(manager, ids)
-    from qkvcache.batching.transformers_adapter import CompressedManager
+    from qkvcache.batching.transformers.manager import CompressedManager
 
     start = CompressedManager.start
     monkeypatch.setattr(CompressedManager, "start", lambda manager: (torch.cuda._sleep(400_000_000), start(manager)))
