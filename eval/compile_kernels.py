@@ -27,6 +27,7 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from qkvcache.batching import triton_gather
 from qkvcache.evict import triton_replace, triton_rotate
 from qkvcache.evict import triton_static as triton_evict
 from qkvcache.formats import FP8, REGISTRY, HadaQuant, Int4, Int8, TurboQuant  # noqa: E402
@@ -40,7 +41,7 @@ from qkvcache.kernels.attend.triton_sum_keys import sum_keys_kernel
 from qkvcache.kernels.attend.triton_tiles import attend_tiles_kernel
 from qkvcache.kernels.host.tables import Side
 from qkvcache.kernels.pages import BLOCK, GATHER_TILE, TOGETHER  # noqa: E402
-from qkvcache.kernels.store import triton_dequantize, triton_gather, triton_store
+from qkvcache.kernels.store import triton_dequantize, triton_store
 from qkvcache.latents import triton_attend as triton_attend_latents
 from qkvcache.latents.layer import LatentLayer
 from qkvcache.select import triton_fetch_blocks, triton_select_blocks

@@ -16,12 +16,12 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..attention.full import Sequences
 from ..kernels import Splits, split_rows
 from ..kernels.pages import BEGIN, COLUMNS, LENGTH, RING_ROW, RING_START, RING_TOKENS, SINK_ROW, SINKS, TOGETHER, gather_tiles
 from .layout import BlockLayout
 from .rings import Ints, Rings
 from .shares import shares_of
+from .varlen import Sequences
 
 PAGE_SLOT, RING_SLOT, SINK_SLOT = range(len(COLUMNS), len(COLUMNS) + 3)
 SHARES = SINK_SLOT + 1

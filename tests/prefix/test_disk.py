@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qkvcache import CompressedCache, PrefixStore
-from qkvcache.layers import snapshot_file
-from qkvcache.prefix import disk
+from qkvcache.prefix import disk, snapshot_file
 from qkvcache.releases import passing
 from tests.prefix.made import fill, held, model, random_ids, same
 from tests.seeds import SEED

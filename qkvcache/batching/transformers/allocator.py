@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers.generation.continuous_batching.cache_allocators import CachePool, FullAttentionCacheAllocator
 
-from ...storage.links import links
+from ...links import links
 from ..store import LayerGroup
 
 

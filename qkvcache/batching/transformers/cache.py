@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 from transformers.generation.continuous_batching.utils import stream_context
 
 from ...kernels import AttentionBudget
-from ...storage.links import links
+from ...links import links
 from ..attention import NewKV
 from ..branches import Branches
 from ..metrics import Metrics

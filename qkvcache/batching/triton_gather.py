@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..pages import GATHER_TILE, PagedInputs
-from ..segments import Pair
-from .triton_dequantize import (
+from ..kernels.pages import GATHER_TILE, PagedInputs
+from ..kernels.segments import Pair
+from ..kernels.store.triton_dequantize import (
     load_tile,
     load_vectors,
     padded,
@@ -23,7 +23,7 @@ from .triton_dequantize import (
     store_vectors,
     tile_of_pages,
 )
-from .triton_store import contiguous
+from ..kernels.store.triton_store import contiguous
 
 
 def arguments_of(inputs: PagedInputs) -> tuple[list[tuple], list[Any], tuple[int, int, int]]:
