@@ -83,17 +83,17 @@ class CompressedAllocator(FullAttentionCacheAllocator):
             self.ledger.cached_blocks.move_to_end(block, last=False)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Frees the blocks of a request, the last ones first: more requests share its first ones, which are evicted last."""
+        """Frees the blocks of a request, the last ones first: more requests share its first ones, which go last."""
         self.block_table.get(request_id, []).reverse()
         super().free_blocks(request_id, no_cache)
 
     @property
     def room(self) -> int:
-        """Blocks that no request reads: free ones, and cached ones, which can be evicted."""
+        """Blocks that no request reads: free ones, and cached ones, which can be freed."""
         free = self.pool.count_free_blocks(self.index) + self.pool.num_free_sectors * self.blocks_per_sector
         return free + len(self.ledger.cached_blocks)
 
-    def evict(self, count: int) -> None:
+    def free_cached(self, count: int) -> None:
         """Frees `count` cached blocks, those that were used longest ago."""
         ledger = self.ledger
         for block in list(islice(ledger.cached_blocks, count)):

@@ -19,7 +19,6 @@ from transformers.generation.continuous_batching.distributed import DistributedH
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 from transformers.generation.continuous_batching.utils import stream_context
 
-from ...kernels import AttentionBudget
 from ...links import links
 from ..attention import NewKV
 from ..branches import Branches
@@ -59,7 +58,7 @@ class CompressedPagedCache(PagedAttentionCache):
         *,
         num_sink_tokens: int,
         residual_length: int,
-        budget: AttentionBudget | None,
+        budget: Any,
         statistics: Statistics,
         counters: Metrics,
         max_requests: int | None,
@@ -259,7 +258,7 @@ class CompressedPagedCache(PagedAttentionCache):
 
     def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
         """Whether the request's tokens can be stored, as in transformers; answers at once if its last block has room,
-        as in most steps. Evicts as many cached blocks as the request needs, and no more."""
+        as in most steps. Frees as many cached blocks as the request needs, and no more."""
         end = state.position_offset + request_len
         for held in self.allocators:
             blocks = held.block_table.get(state.request_id)
@@ -269,7 +268,7 @@ class CompressedPagedCache(PagedAttentionCache):
         return True
 
     def _make_room(self, count: int) -> None:
-        """Evicts cached blocks if `count` blocks are not free, and if there are then enough. Only blocks of models
+        """Frees cached blocks if `count` blocks are not free, and if there are then enough. Only blocks of models
         without windows are cached."""
         held = self.allocators[0]
         if len(self.allocators) > 1:
@@ -279,7 +278,7 @@ class CompressedPagedCache(PagedAttentionCache):
             self._release_copied()
         missing = count - (held.room - len(held.ledger.cached_blocks))
         if 0 < missing <= len(held.ledger.cached_blocks):
-            held.evict(missing)
+            held.free_cached(missing)
 
     def release(self) -> None:
         """Releases the sessions that are to be released, and the blocks that were copied to the host."""
@@ -298,7 +297,7 @@ class CompressedPagedCache(PagedAttentionCache):
         return sum(len(held.ledger.cached_blocks) * held.bytes_per_block for held in self.allocators)
 
     def compute_free_capacity(self, relative: bool = True) -> int | float:
-        """The free capacity as in transformers, and that of cached blocks, which are evicted when they are needed."""
+        """The free capacity as in transformers, and that of cached blocks, which are freed when they are needed."""
         cached = self._cached_bytes
         return super().compute_free_capacity(relative) + (cached / (self.num_sectors * self.bytes_per_sector) if relative else cached)
 
