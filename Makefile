@@ -80,7 +80,6 @@ pictures: $(VENV)/installed
 	$(BIN)/python eval/quality.py --plot
 	$(BIN)/python eval/quality.py --model smollm2 --plot
 	$(BIN)/python eval/quality.py --model smollm2 --out eval/results/quality_policies.jsonl --plot
-	$(BIN)/python eval/policies_picture.py
 	$(BIN)/python eval/bench_kernels.py --plot
 	$(BIN)/python eval/bench_generate.py --plot
 	$(BIN)/python eval/bench_turns.py --plot

@@ -1,8 +1,7 @@
-"""Sessions of agents in continuous batching: what is reused, and what a restart costs; rows in eval/results/agents.jsonl.
+"""Sessions of agents in continuous batching, and what is reused; rows in eval/results/agents.jsonl.
 
     python eval/bench_agents.py [--users 32] [--caches identity] [--scale 8]    sessions; rows are written cell by cell
-    python eval/bench_agents.py --restart [--context 32768]                     the next turn from the pool, host memory, disk
-    python eval/bench_agents.py --tiny                                          both on a tiny model, to try the script on a CPU
+    python eval/bench_agents.py --tiny                                          on a tiny model, to try the script on a CPU
     python eval/bench_agents.py --markdown | --show                             the tables, from the rows; needs no GPU
 
 Each of `users` agents holds a session: its first prompt has 22,000 tokens, every turn adds about 5,200 and is
@@ -16,36 +15,22 @@ turns_s         turns answered a second; sessions_s: over the turns of a session
 computed_s      tokens of prompts that are computed a second; reused: the share of prompt tokens that is not.
 ttft_first      seconds from the first prompt of a session to its first token, its wait in the queue included; ttft_later:
                 of later turns.
-
-With `--restart`, a session of `context` tokens goes on: seconds to the first token of a turn with `new` tokens, whose
-pages are in the pool, in locked host memory, in files that the system holds in memory, in files that it reads from
-disk, and nowhere, so that all are computed.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from bench_batching import EXACT, FOUR, STOCK, Bench, Cell, answer, quantile
 from gpu import let_go
-from harness import Table, at_least, device_name, in_time, outcome, parser_of, replace_rows, run_or_show
-from transformers import GenerationConfig
-
-from qkvcache import PrefixStore, continuous_batching
+from harness import Table, at_least, device_name, in_time, note, outcome, parser_of, run_or_show
 
 TURNS, FIRST, ADDED, ANSWER, BRANCHED = 43, 22_000, 5_200, 444, 0.44
-REPEATS = 3
 
 
 @dataclass
@@ -149,108 +134,25 @@ def serve(manager: Any, load: Load, users: int, fill: float, seconds: float) -> 
     }  # fmt: skip
 
 
-class Agents(Bench):
-    """The model, and what is measured on it."""
-
-    @contextmanager
-    def manager(self, cell: Cell, store: PrefixStore | None = None) -> Iterator[Any]:
-        greedy = GenerationConfig(do_sample=False, max_new_tokens=cell.outputs[1], eos_token_id=-1)
-        with self.pages(cell.cache) if store is None else continuous_batching(self.model, format=cell.cache, store=store):
-            manager = self.model.init_continuous_batching(generation_config=greedy, continuous_batching_config=self.batching_config(cell))
-            try:
-                manager.warmup()
-                manager.start()
-                self.warm(manager, cell)
-                yield manager
-            finally:
-                manager.stop(block=True, timeout=60, hard_stop=True)
-                manager.destroy()
-
-    def sessions(self, cell: Cell, scale: float, turns: int, fill: float, seconds: float) -> dict[str, Any]:
-        with self.manager(cell) as manager:
-            return serve(manager, Load(scale, self.config.vocab_size, turns), cell.users, fill, seconds)
-
-    def restarts(self, cell: Cell, context: int, new: int) -> dict[str, Any]:
-        """Milliseconds to the first token of a turn, by where its pages are."""
-        load, found = Load(1, self.config.vocab_size), dict[str, Any]()
-        history = torch.randint(3, load.vocabulary, (context,), generator=load.generator).tolist()
-        with tempfile.TemporaryDirectory() as folder:
-            store = PrefixStore(self.model, max_bytes=2**35, directory=folder, max_disk_bytes=2**40)
-            with self.manager(cell, store) as manager:
-                history += self.turn(manager, history)[0]
-                found["pool_ms"], history = self.turns(manager, history, new, lambda: None)
-                found["host_ms"], history = self.turns(manager, history, new, lambda: lose(manager))
-            store = PrefixStore(self.model, max_bytes=2**35, directory=folder, max_disk_bytes=2**40)
-            with self.manager(cell, store) as manager:
-                found["restart_ms"], history = self.turns(manager, history, new, lambda: None, repeats=1)
-                found["files_ms"], history = self.turns(manager, history, new, lambda: lose(manager, store))
-                found["disk_ms"], history = self.turns(manager, history, new, lambda: lose(manager, store, Path(folder)))
-                found["file_bytes"] = store.stats.disk_bytes
-        with self.manager(cell) as manager:
-            found["computed_ms"], history = self.turns(manager, history, new, lambda: lose(manager), repeats=1)
-        return found | {"context": context, "new": new}
-
-    def turns(
-        self, manager: Any, history: list[int], new: int, before: Callable[[], None], repeats: int = REPEATS
-    ) -> tuple[float, list[int]]:
-        """The median milliseconds to the first token of some turns, and the session after them."""
-        times = []
-        for at in range(repeats):
-            generator = torch.Generator().manual_seed(len(history) + at)
-            history = history + torch.randint(3, self.config.vocab_size, (new,), generator=generator).tolist()
-            time.sleep(0.3)
-            while manager.cache.sessions is not None and manager.cache.sessions.unwritten:
-                time.sleep(0.1)
-            before()
-            tokens, seconds = self.turn(manager, history)
-            history, times = history + tokens, [*times, 1e3 * seconds]
-        return median(times), history
-
-    @staticmethod
-    def turn(manager: Any, prompt: list[int]) -> tuple[list[int], float]:
-        begin = time.perf_counter()
-        manager.add_request(prompt, max_new_tokens=4, record_timestamps=True)
-        result = answer(manager, begin + 120)
-        return list(result.generated_tokens), result.timestamps[0] - begin
-
-
-def lose(manager: Any, store: PrefixStore | None = None, folder: Path | None = None) -> None:
-    """Loses the cached pages of the pool, those in the host memory of `store`, and what the system holds of the files in `folder`."""
-    for held in manager.cache.allocators:
-        held.evict(len(held.ledger.cached_blocks))
-    if store is not None:
-        store.trim(0)
-    for path in folder.iterdir() if folder is not None else ():
-        with open(path, "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def measure(args: argparse.Namespace) -> None:
-    begin, device = time.perf_counter(), device_name(args.device)
-    bench = Agents(args.device, args.layers, args.tiny)
+    device, bench = device_name(args.device), Bench(args.device, args.layers, args.tiny)
     limits = (64, round(FIRST / args.scale) + 64), (2, max(round(2 * ANSWER / args.scale), 4))
-    cells = [Cell(cache, args.users, args.layers, *limits, args.pool_gib) for cache in args.caches]
-    for cell in in_time(cells if not args.restart or args.tiny else (), args.minutes):
-        row = outcome(lambda cell=cell: bench.sessions(cell, args.scale, args.turns, args.fill, args.seconds))
-        write(args, f"agents: sessions, {cell.cache}, {args.users} users, {args.layers} layers, {device}", asdict(cell) | row, begin)
-        let_go()
-    cells = [Cell(cache, 1, args.layers, (64, min(args.context, 8192)), (2, 8), args.pool_gib) for cache in args.caches if cache != STOCK]
-    for cell in in_time(cells if args.restart or args.tiny else (), args.minutes):
-        row = outcome(lambda cell=cell: bench.restarts(cell, args.context, args.new))
-        write(args, f"agents: restart, {cell.cache}, {args.context} tokens, {args.layers} layers, {device}", asdict(cell) | row, begin)
-        let_go()
+    same = {"scale": args.scale, "turns": args.turns, "device": device}
 
+    def sessions(cell: Cell) -> dict[str, Any]:
+        with bench.manager(cell) as manager:
+            return serve(manager, Load(args.scale, bench.config.vocab_size, args.turns), cell.users, args.fill, args.seconds)
 
-def write(args: argparse.Namespace, what: str, row: dict[str, Any], begin: float) -> None:
-    replace_rows(args.out, what, [row | {"scale": args.scale, "turns": args.turns, "device": device_name(args.device)}])
-    short = {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
-    print(f"{time.perf_counter() - begin:4.0f} s  {what}: {short}", file=sys.stderr, flush=True)
+    for cache in in_time(args.caches, args.minutes):
+        cell = Cell(cache, args.users, args.layers, *limits, args.pool_gib)
+        what = f"agents: sessions, {cache}, {args.users} users, {args.layers} layers, {device}"
+        note(args.out, what, asdict(cell) | outcome(lambda cell=cell: sessions(cell)) | same)
+        let_go()
 
 
 def tables(rows: list[dict]) -> Iterator[Table]:
-    sessions = [row for row in rows if row["what"].startswith("agents: sessions")]
-    for device, layers, users, scale in dict.fromkeys((row["device"], row["layers"], row["users"], row["scale"]) for row in sessions):
-        group = [row for row in sessions if (row["device"], row["layers"], row["users"], row["scale"]) == (device, layers, users, scale)]
+    for device, layers, users, scale in dict.fromkeys((row["device"], row["layers"], row["users"], row["scale"]) for row in rows):
+        group = [row for row in rows if (row["device"], row["layers"], row["users"], row["scale"]) == (device, layers, users, scale)]
         exact = next((row["sessions_s"] for row in group if row["cache"] == EXACT and "failed" not in row), None)
         lines = []
         for row in group:
@@ -261,39 +163,18 @@ def tables(rows: list[dict]) -> Iterator[Table]:
             waits = [f"{row[name]:.2f}" for name in ("ttft_first", "ttft_later")]
             reuse = [f"{row['reused']:.0%}", f"{row['computed_s']:,.0f}", f"{row['prompt']:,.0f}"]
             lines.append([row["cache"], f"{row['turns_s']:.2f}", times, *waits, *reuse, f"{row['pool_tokens']:,}"])
-        headers = [
-            "turns/s",
-            "x identity",
-            "TTFT of a first turn, s",
-            "of a later one, s",
-            "reused",
-            "computed tokens/s",
-            "tokens of a prompt",
-        ]
-        title = f"{device}, {layers} layers, {users} agents, lengths divided by {scale:g}:"
-        yield Table(["cache", *headers, "tokens in the pool"], lines, title)
-    restarts = [row for row in rows if row["what"].startswith("agents: restart") and "failed" not in row]
-    names = ("pool_ms", "host_ms", "files_ms", "disk_ms", "computed_ms")
-    if restarts:
-        lines = [
-            [f"`{row['cache']}`", f"{row['context']:,}", f"{row['file_bytes'] / 1e6:,.0f}", *(f"{row[name]:,.0f}" for name in names)]
-            for row in restarts
-        ]
-        headers = ["tokens", "MB", "in the pool", "in host memory", "in files", "on disk", "nowhere"]
-        new = ", ".join(sorted({f"{row['new']:,}" for row in restarts}))
-        yield Table(["cache", *headers], lines, f"Milliseconds to the first token of a turn with {new} new tokens, by where its pages are:")
+        headers = ["cache", "turns/s", "x identity", "TTFT of a first turn, s", "of a later one, s", "reused"]
+        headers += ["computed tokens/s", "tokens of a prompt", "tokens in the pool"]
+        yield Table(headers, lines, f"{device}, {layers} layers, {users} agents, lengths divided by {scale:g}:")
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__, "agents", minutes=15.0)
-    parser.add_argument("--restart", action="store_true", help="the time to the first token by where pages are, not sessions")
     parser.add_argument("--caches", nargs="+", metavar="NAME", default=[EXACT, FOUR, STOCK], help="stock, or formats")
     parser.add_argument("--users", type=at_least(1), default=32)
     parser.add_argument("--layers", type=at_least(1), default=32)
     parser.add_argument("--turns", type=at_least(2), default=TURNS, help="of a session")
     parser.add_argument("--scale", type=float, default=8.0, help="divides all lengths")
-    parser.add_argument("--context", type=at_least(1), default=32768, help="with --restart")
-    parser.add_argument("--new", type=at_least(1), default=1024, help="tokens of a turn, with --restart")
     parser.add_argument("--pool-gib", type=float, help="the same pool for every cache; without it, what is free")
     parser.add_argument("--fill", type=float, default=60.0, help="the longest wait for the first answers, in seconds")
     parser.add_argument("--seconds", type=float, default=30.0, help="that a cell is measured")
@@ -301,9 +182,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short sessions, to try the script")
     args = parser.parse_args(arguments)
     if args.tiny:
-        tiny = {"users": 3, "layers": 2, "turns": 5, "scale": 100.0, "context": 1500, "new": 64, "pool_gib": 0.004, "fill": 5.0}
+        tiny = {"users": 3, "layers": 2, "turns": 5, "scale": 100.0, "pool_gib": 0.004, "fill": 5.0}
         vars(args).update(tiny | {"seconds": min(args.seconds, 3.0)})
-    run_or_show(parser, args, measure, "agents", tables)
+    run_or_show(parser, args, measure, "agents: sessions", tables)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Attention with a budget, beside attention over all tokens and bf16 SDPA; rows in eval/results/attention_budget.jsonl.
 
     python eval/bench_attention_budget.py              measures on a GPU, prints the table, writes the rows: under 3 minutes
-    python eval/bench_attention_budget.py --check      compares the kernels with their torch references first
     python eval/bench_attention_budget.py --markdown   the table of the documentation, from the rows: needs no GPU
 
 *steps*: rows of one length; *batches*: requests of continuous batching, of different lengths; *turns*: several new
@@ -13,26 +12,22 @@ in GPU time by replays of a CUDA graph: *scores* the kernel that weighs blocks, 
 from __future__ import annotations
 
 import functools
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
 
 import torch
-from bench_kernels import KNOWN, bf16, code_bytes, payloads, real_payload, sdpa_us
+from bench_kernels import KNOWN, bf16, code_bytes, payloads, sdpa_us
 from gpu import device, graph_us, let_go
-from harness import Table, device_name, in_time, parser_of, replace_rows, run_or_show
+from harness import Table, device_name, in_time, note, parser_of, run_or_show
 
 from qkvcache.kernels import PagedInputs, Work, attend_pages, split_rows
 from qkvcache.kernels import paged_inputs as columns_of
-from qkvcache.kernels.attend.reference import attend_pages as attend_in_torch
-from qkvcache.kernels.pages import BLOCK
 from qkvcache.select import budget as budgets
 from qkvcache.select.arguments import AttentionBudget
 from qkvcache.select.budget import Budget
 from qkvcache.select.select_blocks import over_blocks
-from qkvcache.select.select_blocks import select_blocks as reference
 from qkvcache.storage.paged import PAGE
 
 SECTIONS = "steps", "batches", "turns"
@@ -95,30 +90,7 @@ def chain(name: str, rows: int, tokens: int, budget: int, shortest: int | None =
     return found
 
 
-def wrong(name: str) -> str:
-    """Differences between the kernels and their references, on real keys of which few have most of the weight."""
-    from qkvcache.kernels.attend import plan
-    from qkvcache.select import triton_select_blocks
-
-    torch.manual_seed(0)
-    key, value = bf16(2, KV_HEADS, 9000, DIM), bf16(2, KV_HEADS, 9000, DIM)
-    found = []
-    for rows, one in ((2, real_payload(name, key, value, 4, 96).paged), (4, requests(name, 4, 700, 9000)[0])):
-        query = 3 * bf16(rows, HEADS, 1, DIM)
-        limit = Budget(1024)
-        mine, theirs = triton_select_blocks.select_blocks(query, one, limit), reference(query.float(), one, limit)
-        exists = torch.arange(mine.blocks.shape[2], device=query.device) * BLOCK < mine.lengths[..., None]
-        same = (mine.blocks[..., None] == theirs.blocks[..., None, :]).any(-1)[exists].float().mean()
-        read = over_blocks(one, mine)
-        out, wanted = plan.attend_pages(query, read)[0].float(), attend_in_torch(query.float(), read)[0]
-        found.append(f"{same:.4f} of the blocks, output differs by {(out - wanted).norm() / wanted.norm():.1e}")
-    return f"{name}: {found[0]}; requests: {found[1]}"
-
-
 def run(args: Namespace) -> None:
-    if args.check:
-        for name in FORMATS:
-            print(wrong(name), flush=True)
     alike = [(rows, tokens, None, 1, name, budget) for rows, tokens in CASES for name in FORMATS for budget in BUDGETS]
     batches = [(rows, longest, shortest, 1, FORMATS[0], budget) for rows, shortest, longest in BATCHES for budget in BUDGETS]
     turns = [(8, tokens, None, queries, FORMATS[0], BUDGETS[0]) for tokens in (131072, 32768) for queries in (16, 64, 256)]
@@ -135,8 +107,7 @@ def run(args: Namespace) -> None:
         if shortest is None:
             row["sdpa_us"], row["sdpa"] = sdpa_us(rows, HEADS, KV_HEADS, tokens, DIM, queries)
         row |= {"bytes_per_token": KNOWN[name].bytes_per_token(DIM), "device": device_name(device())}
-        print(row, file=sys.stderr, flush=True)
-        replace_rows(args.out, "attention budget", [row], "device", "rows", "tokens", "shortest", "queries", "format", "budget")
+        note(args.out, "attention budget", row, "device", "rows", "tokens", "shortest", "queries", "format", "budget")
 
 
 def tables(rows: list[dict]) -> Iterator[Table]:
@@ -156,7 +127,6 @@ def tables(rows: list[dict]) -> Iterator[Table]:
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__, "attention_budget")
     parser.add_argument("--sections", nargs="+", default=SECTIONS, choices=SECTIONS, help="what is measured")
-    parser.add_argument("--check", action="store_true", help="compare with the references first")
     run_or_show(parser, parser.parse_args(arguments), run, "attention budget", tables)
 
 

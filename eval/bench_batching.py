@@ -25,10 +25,9 @@ preempted     requests whose pages were taken away, and which were read again.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from math import isnan
 from pathlib import Path
@@ -37,9 +36,9 @@ from typing import Any
 
 import torch
 from gpu import gpu, let_go, random_llama
-from harness import Table, at_least, device_name, in_time, outcome, parser_of, picture, replace_rows, run_or_show
+from harness import Table, at_least, device_name, in_time, note, outcome, parser_of, picture, run_or_show
 from palette import format_color
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from qkvcache import continuous_batching, plan
 
@@ -100,6 +99,19 @@ class Load:
         return other.lengths(self.cell.outputs, 100_000).mean().item()
 
 
+@contextmanager
+def running(model: PreTrainedModel, generation: GenerationConfig, config: ContinuousBatchingConfig) -> Iterator[Any]:
+    """The manager of a model while its thread runs."""
+    manager = model.init_continuous_batching(generation_config=generation, continuous_batching_config=config)
+    try:
+        manager.warmup()
+        manager.start()
+        yield manager
+    finally:
+        manager.stop(block=True, timeout=60, hard_stop=True)
+        manager.destroy()
+
+
 class Bench:
     """The model, and what is measured on it."""
 
@@ -130,21 +142,20 @@ class Bench:
     def batch_tokens(cell: Cell) -> int:
         return min(8192, cell.prompts[1])
 
+    @contextmanager
+    def manager(self, cell: Cell) -> Iterator[Any]:
+        """A running manager, whose kernels are compiled."""
+        greedy = GenerationConfig(do_sample=False, max_new_tokens=cell.outputs[1], eos_token_id=-1)
+        with self.pages(cell.cache), running(self.model, greedy, self.batching_config(cell)) as manager:
+            self.warm(manager, cell)
+            yield manager
+
     def measure(self, cell: Cell, fill: float, seconds: float) -> dict[str, Any]:
         gpu("reset_peak_memory_stats")
-        greedy = GenerationConfig(do_sample=False, max_new_tokens=cell.outputs[1], eos_token_id=-1)
-        with self.pages(cell.cache):
-            manager = self.model.init_continuous_batching(generation_config=greedy, continuous_batching_config=self.batching_config(cell))
-            try:
-                begin = time.perf_counter()
-                manager.warmup()
-                manager.start()
-                self.warm(manager, cell)
-                warmup = time.perf_counter() - begin
-                found = serve(manager, Load(cell, self.config.vocab_size), fill, seconds)
-            finally:
-                manager.stop(block=True, timeout=60, hard_stop=True)
-                manager.destroy()
+        begin = time.perf_counter()
+        with self.manager(cell) as manager:
+            warmup = time.perf_counter() - begin
+            found = serve(manager, Load(cell, self.config.vocab_size), fill, seconds)
         return found | {"warmup_s": warmup, "peak_bytes": gpu("max_memory_allocated") - self.weights}
 
     def warm(self, manager: Any, cell: Cell) -> None:
@@ -267,14 +278,12 @@ def cells(args: argparse.Namespace) -> Iterator[Cell]:
 
 
 def measure(args: argparse.Namespace) -> None:
-    begin, device = time.perf_counter(), device_name(args.device)
+    device = device_name(args.device)
     bench = Bench(args.device, args.layers, args.tiny)
     for cell in in_time(cells(args), args.minutes):
         row = outcome(lambda cell=cell: bench.measure(cell, args.fill, args.seconds))
         same = {"device": device, "run": time.strftime("%Y-%m-%d %H:%M:%S"), "quick": args.quick}
-        replace_rows(args.out, f"batching: {cell}, {device}", [asdict(cell) | row | same])
-        short = {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
-        print(f"{time.perf_counter() - begin:4.0f} s  {cell}: {short}", file=sys.stderr, flush=True)
+        note(args.out, f"batching: {cell}, {device}", asdict(cell) | row | same)
         let_go()
 
 

@@ -1,6 +1,6 @@
 """Attention of rows that share their first tokens, as branches of a prompt do, on one GPU.
 
-    python eval/bench_branches.py [--check] [--quick]  measure, print a table, write eval/results/branches.jsonl
+    python eval/bench_branches.py [--quick]  measure, print a table, write eval/results/branches.jsonl
     python eval/bench_branches.py --samples        samples of one prompt in continuous batching, in rows of the same file
     python eval/bench_branches.py --markdown       the table of the documentation, from the rows: needs no GPU
 
@@ -20,26 +20,22 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from statistics import median
-from typing import Any
 
 import torch
-from bench_batching import answer
+from bench_batching import answer, running
 from bench_kernels import KNOWN, attend_us, bf16, code_bytes, filled, payloads, sdpa_us
 from gpu import random_llama
-from harness import Table, at_least, parser_of, replace_rows, run_or_show
+from harness import Table, at_least, note, parser_of, run_or_show
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from qkvcache import continuous_batching
 from qkvcache.batching import shares
 from qkvcache.kernels import Work
-from qkvcache.kernels.attend import launches as fused
 from qkvcache.kernels.attend import plan
-from qkvcache.kernels.attend.reference import attend_pages as attend_in_torch
 from qkvcache.storage import attention_inputs_of
 
 FORMATS = ("turboquant_4bit_nc", "int8")
 BRANCHES, SHARED = (2, 4, 8, 16), (2048, 8192, 32768)
-CHECKED = ((8, 1, 1), (3, 2, 3), (16, 1, 1))  # rows that share, groups of these, queries
 OWN, ZONES = 512, (4, 96)
 SAMPLES, PROMPT, NEW, PAGE = (8, 16), 32_000, 96, 256
 QUERY_HEADS, HEADS, DIM = 32, 8, 128
@@ -71,21 +67,6 @@ def alone(sets: list) -> list:
     return twins
 
 
-def worst(name: str) -> float:
-    """The greatest relative error of several shapes against the torch reference in fp32."""
-    errors = []
-    for branches, rows, queries in CHECKED:
-        inputs = branched(name, branches, 2048, 200, rows)[0].paged
-        query = bf16(rows * branches, queries, QUERY_HEADS, DIM).transpose(1, 2)
-        for mask in (None, torch.rand(rows * branches, 1, 1, sum(inputs.slots), device="cuda") < 0.8):
-            assert plan.cascades(query, inputs, None, {})
-            given: dict[str, Any] = {"causal": queries > 1}
-            out, lse, _ = plan.attend_pages(query, inputs, mask, **given)
-            wanted, wanted_lse, _ = attend_in_torch(query.float(), inputs, mask, **given)
-            errors.append(max(((out.float() - wanted).norm() / wanted.norm()).item(), (lse - wanted_lse).abs().max().item()))
-    return max(errors)
-
-
 def samples(args: Namespace) -> None:
     model, least, device = random_llama(num_hidden_layers=args.layers), shares.LEAST_SPARED, torch.cuda.get_device_name()
     for name, count in itertools.product(args.formats, SAMPLES):
@@ -94,8 +75,7 @@ def samples(args: Namespace) -> None:
             times.append(between_tokens(model, name, count))
         row = {"format": name, "samples": count, "layers": args.layers, "prompt": PROMPT, "apart_ms": (times[0] + times[2]) / 2}
         row |= {"together_ms": times[1], "ratio": row["apart_ms"] / times[1], "device": device}
-        print(row, flush=True)
-        replace_rows(args.out, "branches: samples", [row], "device", "format", "samples", "layers")
+        note(args.out, "branches: samples", row, "device", "format", "samples", "layers")
 
 
 def between_tokens(model: PreTrainedModel, name: str, count: int) -> float:
@@ -104,19 +84,12 @@ def between_tokens(model: PreTrainedModel, name: str, count: int) -> float:
         page_size=PAGE, num_blocks=(2 * PROMPT + 4 * count * NEW) // PAGE + 8 * count, max_requests_per_batch=count + 2
     )
     sampled = GenerationConfig(do_sample=True, max_new_tokens=NEW, num_return_sequences=count, eos_token_id=-1)
-    with continuous_batching(model, format=name):
-        manager = model.init_continuous_batching(generation_config=sampled, continuous_batching_config=config)
-        manager.warmup()
-        manager.start()
-        try:
-            for seed in range(2):
-                generator = torch.Generator().manual_seed(seed)
-                prompt = torch.randint(3, model.config.vocab_size, (PROMPT,), generator=generator).tolist()
-                manager.add_request(prompt, record_timestamps=True)
-                found = [answer(manager, time.perf_counter() + 100).timestamps[NEW // 3 :] for _ in range(count)]
-        finally:
-            manager.stop(block=True, timeout=60, hard_stop=True)
-            manager.destroy()
+    with continuous_batching(model, format=name), running(model, sampled, config) as manager:
+        for seed in range(2):
+            generator = torch.Generator().manual_seed(seed)
+            prompt = torch.randint(3, model.config.vocab_size, (PROMPT,), generator=generator).tolist()
+            manager.add_request(prompt, record_timestamps=True)
+            found = [answer(manager, time.perf_counter() + 100).timestamps[NEW // 3 :] for _ in range(count)]
     return 1e3 * median(end - begin for times in found for begin, end in itertools.pairwise(times))
 
 
@@ -124,10 +97,6 @@ def between_tokens(model: PreTrainedModel, name: str, count: int) -> float:
 def run(args: Namespace) -> None:
     if args.samples:
         return samples(args)
-    least, fused.LEAST_SPARED = fused.LEAST_SPARED, 1
-    for name in args.formats if args.check else ():
-        print(f"{name}: largest error {worst(name):.1e}", flush=True)
-    fused.LEAST_SPARED = least
     device = torch.cuda.get_device_name()
     for name, shared, branches in itertools.product(args.formats, SHARED[-1:] if args.quick else SHARED, BRANCHES):
         query, sets = bf16(branches, QUERY_HEADS, 1, DIM), branched(name, branches, shared)
@@ -143,8 +112,7 @@ def run(args: Namespace) -> None:
             "of_sdpa": round(base / us, 3), "floor": round((sizes[2] + exact) / (sizes[0] + sizes[1] + exact), 2), "read_once": once,
             "device": device,
         }  # fmt: skip
-        print(row, flush=True)
-        replace_rows(args.out, "branches", [row], "device", "format", "branches", "shared")
+        note(args.out, "branches", row, "device", "format", "branches", "shared")
 
 
 def tables(rows: list[dict]) -> Iterator[Table]:
@@ -173,7 +141,6 @@ def tables(rows: list[dict]) -> Iterator[Table]:
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__, "branches")
     parser.add_argument("--formats", nargs="+", choices=list(KNOWN), default=list(FORMATS), metavar="A,B")
-    parser.add_argument("--check", action="store_true", help="compare with the reference first")
     parser.add_argument("--quick", action="store_true", help="32,768 shared tokens alone")
     parser.add_argument("--samples", action="store_true", help="samples of one prompt in continuous batching")
     parser.add_argument("--layers", type=at_least(1), default=32, help="of the model, with --samples")

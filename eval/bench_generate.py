@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 from generate_runs import BUDGET, H2O, KINDS, QUANTO, READS, Bench, Run, fitting, free
 from gpu import device, gpu
-from harness import Table, device_name, in_time, outcome, parser_of, picture, pivot, read_rows, replace_rows, run_or_show
+from harness import Table, device_name, in_time, note, outcome, parser_of, picture, pivot, read_rows, run_or_show
 from palette import UNCENTERED
 
 GIB = 2**30
@@ -82,7 +82,7 @@ def runs(sections: list[str], every: bool) -> Iterator[Run]:
 
 
 def measure(args: argparse.Namespace) -> None:
-    begin, bench = time.perf_counter(), Bench(args.tiny, args.memory_gib, args.steps)
+    bench = Bench(args.tiny, args.memory_gib, args.steps)
     triton = importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else None
     same = {"device": device_name(device()), "memory_gib": round(bench.memory / GIB, 1), "triton": triton}
     same |= {"layers": bench.model.config.num_hidden_layers, "run": time.strftime("%Y-%m-%d %H:%M:%S")}
@@ -91,11 +91,6 @@ def measure(args: argparse.Namespace) -> None:
 
     def what(run: Run) -> str:
         return f"generate: {run}, {same['device']}"
-
-    def note(run: Run, row: dict) -> None:
-        replace_rows(args.out, what(run), [asdict(run) | row | same])
-        short = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items() if key != "kernels"}
-        print(f"{time.perf_counter() - begin:4.0f} s  {run}: {short}", file=sys.stderr, flush=True)
 
     def profiled(run: Run) -> bool:
         main = run.section == "decode" and (run.batch, run.context * bench.scale) in (MAIN, SMALL)
@@ -113,9 +108,10 @@ def measure(args: argparse.Namespace) -> None:
             print(f"{held / GIB:.1f} GiB of what ran before are still held", file=sys.stderr)
         row = outcome(lambda run=run: fitting(lambda: bench.measure(run, profiled(run))) or {"failed": "does not fit"})
         kernels = row.pop("profile", None)
-        note(run, row)
+        note(args.out, what(run), asdict(run) | row | same)
         if kernels:
-            note(replace(run, section="profile"), kernels)
+            whole = replace(run, section="profile")
+            note(args.out, what(whole), asdict(whole) | kernels | same)
 
 
 def label(row: dict) -> str:

@@ -1,7 +1,6 @@
 """Attention over latents (MLA) in the shape of DeepSeek-V3, beside transformers' own; rows in eval/results/latents.jsonl.
 
     python eval/bench_latents.py                 measures on a GPU, prints the tables, writes the rows: under 3 minutes
-    python eval/bench_latents.py --check         compares the kernel with its torch reference, and measures nothing
     python eval/bench_latents.py --sections step indexed    those that a CPU measures
     python eval/bench_latents.py --tiny          tiny shapes on any device, to try the script
     python eval/bench_latents.py --markdown      the tables of the documentation, from the rows: needs no GPU
@@ -19,7 +18,6 @@ indexed  a model of one layer of 16 heads on a CPU in fp32 after 16,384 tokens, 
 from __future__ import annotations
 
 import sys
-import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -27,16 +25,14 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from gpu import device, let_go, milliseconds, queued_us
-from harness import Table, device_name, in_time, outcome, parser_of, replace_rows, run_or_show
+from harness import Table, device_name, in_time, note, outcome, parser_of, run_or_show
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from qkvcache import CompressedCache
-from qkvcache.kernels import on_triton
-from qkvcache.latents.dispatch import attend_latents
-from qkvcache.latents.reference import attend_latents as reference
+from qkvcache.latents import reference
 from qkvcache.releases import passing
 
 SECTIONS = ("decode", "chosen", "step", "indexed")
@@ -44,7 +40,6 @@ STOCK = "transformers"
 FORMATS = ("identity", "int8", "turboquant_4bit_nc", "int4", "nvfp4")
 QUANTIZED = FORMATS[1:]
 BACKENDS = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-TOLERANCE = 1e-2
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter has no products of bfloat16
 
 
@@ -125,34 +120,6 @@ def time_us(call: Callable[[], object]) -> float:
     return queued_us(call) if torch.cuda.is_available() else 1e3 * min(milliseconds(call) for _ in range(3))
 
 
-def check(tiny: bool) -> None:
-    """Compares attention as it is dispatched with its torch reference. Exits if they differ."""
-    worst = 0.0
-    warnings.filterwarnings("error", message="no fused attention")
-    for format in FORMATS:
-        for rows, tokens, queries, padded in ((1, 100, 1, False), (2, 70, 1, True), (2, 3000, 1, True), (1, 1500, 3, False)):
-            bench = Bench(tiny, rows, tokens)
-            cache = bench.filled(format)
-            new = [x[:, :, :queries] for x in latents(bench.config, rows, tokens)]
-            inputs = cache.update(*new, 0)[0].attention_inputs
-            seen = tokens - 1 + queries
-            widths = bench.config.kv_lora_rank + bench.config.qk_rope_head_dim
-            query = torch.randn(rows, bench.heads, queries, widths, device=device(), dtype=DTYPE)
-            mask = None
-            if padded:
-                mask = torch.ones(rows, 1, 1, seen, dtype=torch.bool, device=device())
-                mask[1, ..., : tokens // 3] = False
-            options = {"scaling": widths**-0.5, "causal": queries > 1}
-            got = attend_latents(query, inputs, mask, **options)
-            expected = reference(query, inputs, mask, **options)
-            error = float((got - expected).abs().max() / expected.abs().max())
-            print(f"{format:20s} {rows} x {tokens:5d}, {queries} queries{', padded' * padded}: {error:.1e}", flush=True)
-            worst = max(worst, error) if error == error else float("inf")
-    if not worst < TOLERANCE:
-        sys.exit(f"the kernel differs from its reference by {worst:.1e}")
-    print(f"{'kernel' if on_triton(device()) else 'torch'} and reference agree within {worst:.1e}")
-
-
 @torch.no_grad()
 def step(tiny: bool, cache_name: str, tokens: int) -> dict:
     config = config_of(tiny, heads=16)
@@ -182,7 +149,7 @@ def indexed_step(tiny: bool, cache_name: str, tokens: int) -> dict:
     layer = cache.layers[0]
     held = (layer.keys, layer.values, layer.indexer_keys) if cache_name == STOCK else (x for _, x in layer.tensors())
     nbytes = sum(x.numel() * x.itemsize for x in held)
-    with mock.patch.object(sys.modules[reference.__module__], "LEAST_SAVED", float("inf") if masked else 2):
+    with mock.patch.object(reference, "LEAST_SAVED", float("inf") if masked else 2):
         ms = min(milliseconds(lambda: model(torch.tensor([[5]]), **passing(cache))) for _ in range(6))
     return {"ms": ms, "bytes_per_token": nbytes / tokens}
 
@@ -221,8 +188,7 @@ def measure(args: Namespace) -> None:
         let_go()
         on = device() if case["what"] in ("decode", "chosen") else "cpu"
         row = case | outcome(call) | {"tiny": args.tiny, "device": device_name(on)}
-        print(row, file=sys.stderr, flush=True)
-        replace_rows(args.out, row["what"], [row], "cache", "rows", "tokens", "tiny", "device")
+        note(args.out, row["what"], row, "cache", "rows", "tokens", "tiny", "device")
 
 
 def tables(rows: list[dict]) -> Iterator[Table]:
@@ -250,14 +216,9 @@ def tables(rows: list[dict]) -> Iterator[Table]:
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__, "latents", minutes=3)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
-    parser.add_argument("--check", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args(arguments)
-    if args.check:
-        with torch.no_grad():
-            return check(args.tiny)
     run_or_show(parser, args, measure, "", tables, gpu=bool({"decode", "chosen"} & {*args.sections}))
-    return None
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ prefix     time to the first token of a prompt of 32,768 stored tokens and 256 o
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from gpu import fill, let_go, milliseconds, queued_us, random_llama
-from harness import Table, in_time, outcome, parser_of, picture, replace_rows, run_or_show
+from harness import Table, in_time, note, outcome, parser_of, picture, run_or_show
 from palette import format_color
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -168,9 +167,7 @@ def measure(args: Namespace) -> None:
     same = {"past": PAST, "layers": LAYERS, "device": torch.cuda.get_device_name()}
     for case, call in in_time(cases(args.sections, model), args.minutes):
         let_go()
-        row = case | outcome(call) | same
-        replace_rows(args.out, row["what"], [row], "cache", "rows", "new", "device")
-        print(row, file=sys.stderr, flush=True)
+        note(args.out, case["what"], case | outcome(call) | same, "cache", "rows", "new", "device")
 
 
 def tables(rows: list[dict]) -> Iterator[Table]:

@@ -27,6 +27,7 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from qkvcache.batching import triton_gather
 from qkvcache.evict import triton_replace, triton_rotate
 from qkvcache.evict import triton_static as triton_evict
 from qkvcache.formats import FP8, REGISTRY, HadaQuant, Int4, Int8, TurboQuant  # noqa: E402
@@ -40,7 +41,7 @@ from qkvcache.kernels.attend.triton_sum_keys import sum_keys_kernel
 from qkvcache.kernels.attend.triton_tiles import attend_tiles_kernel
 from qkvcache.kernels.host.tables import Side
 from qkvcache.kernels.pages import BLOCK  # noqa: E402
-from qkvcache.kernels.store import triton_dequantize, triton_gather, triton_store
+from qkvcache.kernels.store import triton_dequantize, triton_store
 from qkvcache.kernels.store.reference import GATHER_TILE  # noqa: E402
 from qkvcache.kernels.work import TOGETHER  # noqa: E402
 from qkvcache.latents import triton_attend as triton_attend_latents
@@ -65,18 +66,8 @@ OPTIONS = (
 )  # fmt: skip
 """Formats with kinds of codes, scales and spans that no registered format has."""
 FORMATS = REGISTRY | {format.name: format for format in OPTIONS}
-QUICK = (
-    "identity",
-    "int8",
-    "fp8",
-    "int4",
-    "int4_vllm",
-    "nvfp4",
-    "turboquant_4bit_nc",
-    "hadaquant_k4v4",
-    "hadaquant_k2v2",
-    "turboquant_3bit_nc",
-)
+QUICK = ("identity", "int8", "fp8", "int4", "int4_vllm", "nvfp4", "turboquant_4bit_nc", "hadaquant_k4v4", "hadaquant_k2v2")
+QUICK += ("turboquant_3bit_nc",)
 VARIANTS: dict[str, dict[str, object]] = {
     "": {},
     "bool": {"MASK": "bool"},
@@ -154,15 +145,8 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
     options: dict[str, object] = {"num_warps": launch.warps, "num_stages": launch.stages}
     if launch.registers and nvidia:
         options["maxnreg"] = launch.registers
-    return Job(
-        " ".join(filter(None, [f"attend {format} {head_dim}", variant, f"{rows} rows" * (rows > 1)])),
-        attend_kernel,
-        types,
-        constants | VARIANTS[variant],
-        target,
-        options,
-        rows > 1,
-    )
+    name = " ".join(filter(None, [f"attend {format} {head_dim}", variant, f"{rows} rows" * (rows > 1)]))
+    return Job(name, attend_kernel, types, constants | VARIANTS[variant], target, options, rows > 1)
 
 
 def attention_in_tiles(format: str, head_dim: int, target: str, rows: int, variant: str = "") -> Job:
@@ -211,25 +195,13 @@ def scoring(format: str, head_dim: int, target: str) -> Job:
     key = whole.upper or whole
     constants |= {"KEYS": replace(constants["KEYS"], layout=key, strides=_strides_of(key, head_dim, "bf16"))}  # type: ignore[type-var]
     constants |= {"R": 8 if constants["ARCH"] else 16, "T": triton_select_blocks.TILE, "MASK": "none"}
-    return Job(
-        f"score blocks {format} {head_dim}",
-        kernel,
-        types,
-        constants,
-        target,
-        {"num_warps": 1, "num_stages": triton_select_blocks.stages_of(key)},
-    )
+    options: dict[str, object] = {"num_warps": 1, "num_stages": triton_select_blocks.stages_of(key)}
+    return Job(f"score blocks {format} {head_dim}", kernel, types, constants, target, options)
 
 
 def choosing(blocks: int, target: str) -> Job:
     types = {"scores": "*fp32", "table": "*i64", "entries": "*i64"} | dict.fromkeys(("rows", "lengths", "blocks", "read"), "*i32")
-    constants = {
-        "N": blocks,
-        "PAGE": PAGE,
-        "COUNTED": True,
-        "BITS": triton_select_blocks.BITS,
-        "BLOCK": BLOCK,
-    }
+    constants = {"N": blocks, "PAGE": PAGE, "COUNTED": True, "BITS": triton_select_blocks.BITS, "BLOCK": BLOCK}
     constants["ARCH"] = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
     return Job(f"choose blocks {blocks}", triton_select_blocks.choose_blocks_kernel, types, constants, target, {"num_warps": 16})
 

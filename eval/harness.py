@@ -61,6 +61,13 @@ def replace_rows(path: Path, what: str, rows: list[dict], *keys: str) -> None:
     write_rows(path, what, [row | provenance() for row in rows], *keys)
 
 
+def note(path: Path, what: str, row: dict, *keys: str) -> None:
+    """`replace_rows` of a row that was just measured, and what it says on the terminal."""
+    replace_rows(path, what, [row], *keys)
+    short = {name: round(x, 3) if isinstance(x, float) else x for name, x in row.items() if not isinstance(x, list | dict)}
+    print(f"{what}: {short}", file=sys.stderr, flush=True)
+
+
 @dataclass(frozen=True)
 class Table:
     """`rule`: what stands below each header in markdown, the last of it below all others too."""

@@ -5,7 +5,7 @@ python eval/notebooks.py [NOTEBOOK ...]
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 import nbformat
@@ -22,8 +22,10 @@ def tidy(notebook: nbformat.NotebookNode) -> None:
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
 
 
-def main(names: list[str]) -> None:
-    for path in map(Path, names) if names else sorted(EXAMPLES.glob("*.ipynb")):
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("notebooks", nargs="*", type=Path, default=sorted(EXAMPLES.glob("*.ipynb")), metavar="NOTEBOOK")
+    for path in parser.parse_args().notebooks:
         notebook = nbformat.read(path, as_version=4)
         NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(EXAMPLES)}}).execute()
         tidy(notebook)
@@ -32,4 +34,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -38,7 +38,6 @@ ROOMS = {
     "evaluation": r"\bevaluation\b|\bcalibrate\(|profile_heads",
 }
 """Rooms, and what names them elsewhere."""
-OTHERS = ("commands", "demo", "models", "cli", "options", "progress")
 FOLDERS = {"evict": ("evict", "policies")}
 """The folder and the files of a room, if it has more than a folder of its name."""
 
@@ -51,8 +50,9 @@ def modules() -> dict[str, Path]:
 
 
 def room_of(module: str) -> str:
-    """The part of the package that a module is in: a room, or the first folder or file of its path."""
-    first = module.split(".")[1] if "." in module else "__init__"
+    """The part of the package that a module is in: a room, of which `commands` has a file, or the first folder or file of its path."""
+    parts = module.split(".")[1:] or ["__init__"]
+    first = parts[parts[0] == "commands" and len(parts) > 1]
     return next((room for room in ROOMS if first in FOLDERS.get(room, (room,))), first)
 
 

@@ -403,14 +403,8 @@ def parser() -> argparse.ArgumentParser:
     found = parser_of(__doc__, "tasks", model="qwen2.5-coder-1.5b")
     found.set_defaults(dtype="bfloat16")
     found.add_argument("--tasks", nargs="+", default=[*TASKS, KL], choices=[*TASKS, KL], metavar="TASK", help=" ".join([*TASKS, KL]))
-    found.add_argument(
-        "--caches",
-        nargs="+",
-        type=Way.parse,
-        default=[Way.parse(text) for text in CACHES],
-        metavar="CACHE",
-        help="beside the uncompressed run",
-    )
+    caches = {"default": [Way.parse(text) for text in CACHES], "metavar": "CACHE", "help": "beside the uncompressed run"}
+    found.add_argument("--caches", nargs="+", type=Way.parse, **caches)
     found.add_argument("--context", nargs="+", type=at_least(0), metavar="TOKENS", help="before what is asked; default: those of each task")
     found.add_argument("--limit", type=at_least(1), help="problems of HumanEval, texts of the others; default: those of each task")
     found.add_argument("--batch", type=at_least(1), default=82, help="answers that are generated together")

@@ -1,24 +1,22 @@
-"""`Workload`: passages to continue and facts to recall, read by the model once for many caches."""
+"""`Workload`: passages to continue and facts to recall, read by the model once for all caches that evict nothing."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass
 
 import torch
 from error_bars import share_error, standard_error
-from recording import Recorded, record
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from qkvcache.evaluation.calibrate import windows_of
-from qkvcache.evaluation.quality import Passages, RecallSet, divergence, held_bytes, recall
+from qkvcache.evaluation.quality import Passages, Prefilled, RecallSet, divergence, held_bytes, prefill, recall
 from qkvcache.evaluation.recall import CODE_WORD, Form
 
-Read = TypeVar("Read", Passages, RecallSet)
 CacheMaker = Callable[[int], Cache]
 """Makes a new cache for a context of the given tokens, of which a policy's budget may be a share."""
 
@@ -32,8 +30,10 @@ class Workload:
     passages: Passages
     unseen: dict[int, RecallSet]
     seen: dict[int, RecallSet]
-    row: Recorded
-    """The first passage's context in 16 bits, with which bytes are measured whatever the model's dtype."""
+    half: PreTrainedModel
+    """The model in 16 bits, with which bytes are measured whatever dtype the model computes in."""
+    row: Prefilled
+    """The first passage's context, read by `half`."""
 
     @classmethod
     def make(
@@ -56,23 +56,19 @@ class Workload:
         Raises ValueError for a text that is shorter than all passages.
         """
         windows = windows_of(text_ids, passages, context + read_on).to(model.device)
-
-        def recorded(read: Read) -> Read:
-            return replace(read, prefilled=record(model, read.context)[0])
-
-        of_passages = recorded(Passages.read(model, windows, context))
         unseen, seen = (
             {
-                tokens: recorded(RecallSet.make(model, tokenizer, text_ids, tokens, cases, seed=seed, seen=seen, form=form))
+                tokens: RecallSet.make(model, tokenizer, text_ids, tokens, cases, seed=seed, seen=seen, form=form)
                 for tokens in facts_in or (context,)
             }
             for seen in (False, True)
         )
-        return cls(model, tokenizer, of_passages, unseen, seen, sixteen_bit(of_passages.prefilled, model))
+        half = copy.deepcopy(model).to(torch.bfloat16) if model.dtype == torch.float32 else model
+        return cls(model, tokenizer, Passages.read(model, windows, context), unseen, seen, half, prefill(half, windows[:1, :context])[0])
 
     def bytes_per_token(self, cache: Cache) -> float:
         """Measured bytes of the empty `cache` after the first passage's context."""
-        self.row.fill(cache, self.model, self.passages.context[:1], self.tokenizer)
+        self.row.fill(cache, self.half, self.passages.context[:1], self.tokenizer)
         return held_bytes(cache) / self.passages.context.shape[1]
 
     def measure(self, make: CacheMaker) -> dict:
@@ -106,16 +102,3 @@ class Workload:
 
 def rounded(values: Tensor) -> list[float]:
     return [float(f"{x:.5g}") for x in values.tolist()]
-
-
-def sixteen_bit(prefilled: Recorded, model: PreTrainedModel) -> Recorded:
-    """The first row, cast from fp32. Caches with other states are returned unchanged: they are filled by running the model."""
-    if not prefilled.copies:
-        return prefilled
-    row = Recorded(config=model.config)
-    for index, layer in enumerate(prefilled.layers):
-        keys, values = layer.keys[:1], layer.values[:1]
-        dtype = torch.bfloat16 if keys.dtype == torch.float32 else keys.dtype
-        row.update(keys.to(dtype), values.to(dtype), index)
-    row.calls = [replace(call, query=call.query[:1].to(dtype)) for call in prefilled.calls]
-    return row

@@ -9,10 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from .commands.batching import app as batching_app
-from .commands.evaluation import app as evaluation_app
-from .commands.planning import app as planning_app
-from .commands.prefix import app as prefix_app
+from . import commands
 from .options import MODEL, JsonOption, WithFormats, device_of, dtype_of, examples, model_of, output, quiet, refusals
 
 app = typer.Typer(
@@ -85,10 +82,8 @@ def formats(
     output(rows, json_output, table)
 
 
-app.add_typer(planning_app)
-app.add_typer(evaluation_app)
-app.add_typer(prefix_app, name="prefix")
-app.add_typer(batching_app)
+for part, name in commands.found():
+    app.add_typer(part, name=name)
 
 if __name__ == "__main__":
     app()

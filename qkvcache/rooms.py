@@ -23,6 +23,8 @@ ROOMS = (
     "evict",
     "select",
 )
+FEATURES = {"saving": "prefix", "convert": "prefix"}
+"""Modules of rooms in which a method of caches is, which imports them when it is called: `save` and `load`; `from_cache`."""
 
 
 @functools.cache
@@ -45,3 +47,10 @@ def option(name: str, value: Any) -> Any:
     if name not in found:
         raise NotImplementedError(f"{name}={value!r}: this installation of qkvcache comes without it")
     return found[name](value)
+
+
+def feature(name: str) -> ModuleType:
+    """A module of `FEATURES`. Raises NotImplementedError without its room."""
+    if not (Path(__file__).parent / FEATURES[name]).exists():
+        raise NotImplementedError(f"{name}: this installation of qkvcache comes without {FEATURES[name]!r}")
+    return import_module(f".{FEATURES[name]}.{name}", __package__)

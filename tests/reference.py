@@ -14,7 +14,6 @@ from transformers import Cache, PreTrainedModel
 
 from qkvcache.kernels import KeysOrValues
 from qkvcache.layers.compressed import CompressedLayer
-from qkvcache.layers.snapshot import has_indexer, kind_of
 from qkvcache.releases import passing
 from tests.seeds import SEED
 
@@ -96,7 +95,7 @@ def decoded(cache: Cache) -> Cache:
     cache = copy.deepcopy(cache)
     for inner in (getattr(cache, "self_attention_cache", cache),):
         for layer in inner.layers:
-            if kind_of(layer) == "compressed" and not has_indexer(layer):
+            if getattr(layer, "snapshot_kind", None) == "compressed" and not hasattr(layer, "update_indexer"):
                 layer.__class__ = dense_class(type(layer))
     return cache
 

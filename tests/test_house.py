@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parent.parent / "qkvcache"
 FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
 ORDER = ["formats", "kernels", "storage", "attention", "layers", "caches"]  # each may import those before it
-ALONE = {"autocast", "models", "progress", "releases", "rooms"}  # import no other
-FOR_ALL = {"autocast", "progress", "releases", "rooms"}
+ALONE = {"autocast", "files", "links", "models", "progress", "releases", "rooms"}  # import no other
+FOR_ALL = {"autocast", "files", "links", "progress", "releases", "rooms"}
 ABOVE = {
     "hybrid",
     "latents",

@@ -128,7 +128,7 @@ def path_of(
     but whole columns; under other masks, the model's own function takes their place.
 
         codes    one query, queries that read chosen blocks, up to 384 rows; in torch up to 16 queries
-                     Each code is read once, under any mask. Beyond 400 rows, dequantizing is faster (`eval/bench_kernels.py`, "chunk").
+                     Each code is read once, under any mask. Beyond 400 rows, dequantizing is faster (rows "chunk" of `kernels.jsonl`).
                      In torch, the scores of more queries, in fp32, would exceed a dequantized layer.
         tiles    more rows, where `attends_in_tiles`, if nobody observes the weights and the outputs in fp32 have at most CHUNK_BYTES
                      A code is dequantized once for up to 128 rows. Larger outputs would take more memory than chunks.

@@ -19,14 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.full import varlen_attention
 from ..attention.masks import HARMLESS
-from ..kernels import PagedInputs, Pair, attend_pages, gather_rows
+from ..kernels import PagedInputs, Pair, attend_pages
 from ..kernels.attend.chunked import attend_chunked_pages, supports_queries
+from .gather import gather_rows
 from .reproducible import attend_by_page
 from .rings import Rings
 from .step import PromptChunks, Rows
 from .store import PageStore
+from .varlen import varlen_attention
 
 NAME = "qkvcache_pages"
 IGNORED = HARMLESS.union(("is_causal", "sliding_window", "logits_indices", "logits_processor_args"))

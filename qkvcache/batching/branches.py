@@ -15,7 +15,7 @@ MOST_NAMES = 2**17
 
 
 class Branches:
-    """The links (`storage.links`) of the pages of each session. Threads may use it at the same time."""
+    """The links (`links`) of the pages of each session. Threads may use it at the same time."""
 
     def __init__(self, most: int = MOST_NAMES):
         self._sessions: OrderedDict[str, dict[bytes, None]] = OrderedDict()

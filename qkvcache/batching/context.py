@@ -25,7 +25,7 @@ from .statistics import Statistics
 
 if TYPE_CHECKING:
     from ..prefix import PrefixStore
-    from .transformers_adapter import CompressedManager
+    from .transformers.manager import CompressedManager
 
 INIT, GENERATE = "init_continuous_batching", "generate_batch"
 """The methods of a model that are replaced on the instance."""
@@ -48,7 +48,7 @@ class Batching:
         self, generation_config: GenerationConfig | None = None, continuous_batching_config: Any = None, workload_hints: Any = None
     ) -> CompressedManager:
         """The model's `init_continuous_batching`."""
-        from .transformers_adapter import manager_for
+        from .transformers.manager import manager_for
 
         options: dict[str, Any] = {"statistics": self.statistics, "counters": self._counters, **self._reading}
         self.manager = manager_for(self.model, generation_config, continuous_batching_config, workload_hints, **options)
@@ -192,7 +192,7 @@ def continuous_batching(
 
 def check_config(config: PreTrainedConfig) -> None:
     """Raises NotImplementedError for models and releases of transformers that do not support compressed pages."""
-    from . import transformers_adapter  # noqa: F401  # checks the release
+    from . import transformers  # noqa: F401  # checks the release
 
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:

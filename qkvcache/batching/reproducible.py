@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..attention.full import Sequences, full_attention
+from ..attention.full import full_attention
 from ..kernels import Pair
+from .varlen import Sequences
 
 TILE = 64
 ROWS = 16, 256

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..layers.snapshot import Snapshot
-from ..layers.snapshot_file import THREADS
-from ..storage.links import links
+from ..files import THREADS
+from ..links import links
 from .metrics import Metrics
 from .statistics import Statistics
 
 if TYPE_CHECKING:
     from ..prefix.pages import StoredPages
+    from ..prefix.snapshot import Snapshot
 
 WRITERS = 4
 """Threads that write files, each of which waits for its file to be on the device."""

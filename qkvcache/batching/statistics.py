@@ -16,10 +16,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from ..files import as_bytes, opened, save
 from ..formats import Codes, Format
 from ..formats.outlying import FAR, Int8Keys, outlying
 from ..kernels import Pair
-from ..layers.snapshot_file import as_bytes, opened, save
 
 
 class Statistics:

@@ -16,13 +16,13 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..attention.full import Sequences
 from ..kernels import Splits, gather_tiles, split_rows
 from ..kernels.paged_inputs import BEGIN, COLUMNS, LENGTH, RING_ROW, RING_START, RING_TOKENS, SINK_ROW, SINKS
 from ..kernels.work import TOGETHER
 from .layout import BlockLayout
 from .rings import Ints, Rings
 from .shares import shares_of
+from .varlen import Sequences
 
 PAGE_SLOT, RING_SLOT, SINK_SLOT = range(len(COLUMNS), len(COLUMNS) + 3)
 SHARES = SINK_SLOT + 1

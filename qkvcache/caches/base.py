@@ -22,8 +22,7 @@ from ..kernels.inputs import RunningStep
 from ..layers.compressed import CompressedLayer, rows_of
 from ..layers.static_sliding import StaticSlidingLayer
 from ..releases import CACHE_ARGUMENT, warn_if_newer
-from ..rooms import option
-from . import convert, saving
+from ..rooms import feature, option
 from .arguments import PolicyLike, layer_indices, refuse_unknown
 from .biased import BiasedKeys, OutlyingKeys
 from .makers import maker_of
@@ -264,7 +263,7 @@ class CompressedCache(DynamicCache):
                 evicts.
             OSError: the file cannot be written.
         """
-        saving.save(self, path)
+        feature("saving").save(self, path)
 
     @staticmethod
     def load(
@@ -282,7 +281,7 @@ class CompressedCache(DynamicCache):
                 layers.
             FileNotFoundError: there is no file.
         """
-        return saving.load(CompressedCache, path, config, device)
+        return feature("saving").load(CompressedCache, path, config, device)
 
     @classmethod
     def from_cache(cls, cache: Cache, config: PreTrainedConfig, *, attention_mask: Tensor | None = None, **options: Any) -> Self:
@@ -302,6 +301,7 @@ class CompressedCache(DynamicCache):
             ValueError: another number of layers than the model has, a mask of another shape, more tokens than `max_length`.
             NotImplementedError: a policy that needs the attention of the tokens; layers that hold no dense tokens.
         """
+        convert = feature("convert")
         convert.check_source(cache)
         made = cls(config, **options)
         made._maker.check_source()

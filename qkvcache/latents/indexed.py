@@ -13,7 +13,7 @@ from ..autocast import without_autocast
 from ..formats import Identity
 from ..formats.base import Codes
 from ..formats.int8 import SymmetricInt8
-from ..layers.snapshot import POSITIONS
+from ..layers.compressed import POSITIONS
 from ..storage import selected
 from .layer import LatentLayer
 

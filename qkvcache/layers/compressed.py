@@ -64,6 +64,10 @@ def _difference(stored: Tensor, given: Tensor, seq_length: int, what: str) -> st
     )
 
 
+POSITIONS = "position_ids"
+"""The positions of all tokens, among the tensors of an indexer."""
+
+
 def rows_of(indices: Tensor | Sequence[int] | slice, count: int) -> list[int]:
     """The rows among `count` that `DynamicCache.batch_select_indices` selects by these `indices`. Raises TypeError for a single index,
     ValueError for none, IndexError for rows that do not exist."""
@@ -95,7 +99,7 @@ class CompressedLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
     snapshot_kind = "compressed"
-    """The kind of its snapshots (`snapshot.py`)."""
+    """The kind of its snapshots (`prefix/snapshot.py`)."""
     examines_keys = True
     """Whether `instead` may choose the format by the first keys."""
     compiles_ahead = True
@@ -564,7 +568,7 @@ class CompressedLayer(CacheLayerMixin):
         raise ValueError("the layer evicts nothing")
 
     def why_not_taken(self) -> str | None:
-        """The reason why the contents cannot be taken out (`snapshot.py`); None: they can."""
+        """The reason why the contents cannot be taken out (`prefix/snapshot.py`); None: they can."""
         return None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -84,7 +84,8 @@ def plan_batching(
 
     from ..batching.attention import NAME
     from ..batching.context import check_config, check_format
-    from ..batching.transformers_adapter import FullAttentionCacheAllocator, PoolSize, page_layout
+    from ..batching.transformers.allocator import FullAttentionCacheAllocator
+    from ..batching.transformers.pool import PoolSize, page_layout
 
     check_config(config)
     text = copy.deepcopy(text_config(config))

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..layers.snapshot import Snapshot, checkpoint
 from .host_memory import on_host
 from .prompt import Inputs, compute
+from .snapshot import Snapshot, checkpoint
 
 Checkpoints = dict[int, list[Snapshot | None]]
 """Earlier states of an entry's layers (`Snapshot.checkpoint`), by the number of tokens seen."""

@@ -1,4 +1,4 @@
-"""Entries, and pages of continuous batching, as files (`layers/snapshot_file.py`) in a directory that any number of processes share.
+"""Entries, and pages of continuous batching, as files (`snapshot_file.py`) in a directory that any number of processes share.
 
 A file name consists of the names of the model and of the cache template, and a digest of the tokens, so that the directory is the index.
 The parts of a file are layers, checkpoints and token ids, or a page; its header is bound to its name.
@@ -28,13 +28,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..layers import snapshot_file
-from ..layers.snapshot import Snapshot
-from ..layers.snapshot_file import THREADS, WRITING, Damaged, Parts, read_whole, reading, sync, tokens_of
-from . import match
+from ..files import THREADS, WRITING, Damaged, reading, sync
+from . import match, snapshot_file
 from .checkpoints import Checkpoints
 from .entry import Entry
 from .host_memory import Blocks
+from .snapshot import Snapshot
+from .snapshot_file import Parts, read_whole, tokens_of
 from .template import CacheTemplate
 
 AHEAD = min(THREADS, 5)

@@ -13,10 +13,10 @@ from transformers.cache_utils import (
 )
 
 from ..layers.compressed import CompressedLayer
-from ..layers.snapshot import Layer, Snapshot, copy_tokens, kind_of, snapshot
 from . import match
 from .checkpoints import Checkpoints, checkpoint_bytes, copied
 from .host_memory import on_host
+from .snapshot import Layer, Snapshot, copy_tokens, kind_of, snapshot
 from .template import CacheTemplate, in_place_of
 
 

@@ -15,8 +15,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..layers.snapshot import Snapshot
-from ..layers.snapshot_file import THREADS, as_bytes
+from ..files import THREADS, as_bytes
+from .snapshot import Snapshot
 
 ALIGNMENT = 8
 """The alignment of tensors in a block, in bytes."""

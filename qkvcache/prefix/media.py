@@ -18,7 +18,7 @@ from torch.nn import Module
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from ..layers.snapshot_file import as_bytes
+from ..files import as_bytes
 
 NAMES = re.compile(r"(image|video|audio|speech|media|visual|vision)(_placeholder|_indicator)?_token_(id|ids|index)")
 """Names of a config's placeholders of images, videos and sounds."""

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..layers.snapshot import Snapshot
-from ..storage.links import links
+from ..links import links
 from .disk import PAGE, SUFFIX, DiskStore
 from .host_memory import Blocks, on_host
 from .memory import MemoryStore
+from .snapshot import Snapshot
 
 VERSION = 2
 """The version of the bytes of a page, which is a part of its name."""

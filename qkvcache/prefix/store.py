@@ -30,7 +30,6 @@ from ..attention.continued import check_continues, remember
 from ..caches import CompressedCache
 from ..formats import FormatLike
 from ..formats.base import check_count
-from ..layers.snapshot import Snapshot
 from . import match
 from .checkpoints import Checkpoints, computed, thinned
 from .disk import Damaged, DiskStore, file_name, read_checkpoints
@@ -41,6 +40,7 @@ from .media import DIGEST, Positions, unbroken
 from .memory import MemoryStore
 from .pages import StoredPages
 from .prompt import Inputs, refusal, rotated_alike, rows, text_tokens, unpadded
+from .snapshot import Snapshot
 from .stats import Match, Stats
 from .template import CacheTemplate, Templates
 

@@ -17,9 +17,9 @@ from ..caches import CompressedCache
 from ..caches.steps import Steps
 from ..layers.compressed import CompressedLayer
 from ..layers.kinds import stock_of
-from ..layers.snapshot import Layer, Snapshot, check, check_checkpoint, kind_of, restore
 from . import match
 from .checkpoints import Checkpoints
+from .snapshot import Layer, Snapshot, check, check_checkpoint, kind_of, restore
 
 
 class CacheTemplate:

@@ -20,7 +20,7 @@ from tests.seeds import SEED
 if not BATCHING:
     pytest.skip("continuous batching needs transformers 5.24", allow_module_level=True)
 
-from qkvcache.batching import attention, store, transformers_adapter  # noqa: E402, F401
+from qkvcache.batching import attention, store  # noqa: E402, F401
 
 ZONES = {"num_sink_tokens": 2, "residual_length": 4}
 NEW = 12

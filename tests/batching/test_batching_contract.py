@@ -23,15 +23,16 @@ if not BATCHING:
 
 from transformers import masking_utils
 from transformers.generation.continuous_batching import continuous_api, input_outputs, requests
-from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
+from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler, group_layers_by_attn_type
 from transformers.generation.continuous_batching.cache_allocators import CachePool, FullAttentionCacheAllocator
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import BlockLedger
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
+from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 from transformers.generation.continuous_batching.scheduler import Scheduler
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from qkvcache.batching import transformers_adapter as adapter
+from qkvcache.batching.transformers import OVERRIDDEN, CompressedManager, CompressedPagedCache, CompressedProcessor, release
 
 from .requests import ZONES, answers, assert_same, greedy, pool, prompts, serving, single
 
@@ -63,7 +64,7 @@ ATTRIBUTES = {
 """Attributes that are read or set."""
 CALLS = {
     "preemption alone frees without caching": (OffloadingManager, "free_blocks(state.request_id, no_cache=True)"),
-    "a request that has no room": (processor, adapter.CompressedProcessor.NO_ROOM),
+    "a request that has no room": (processor, CompressedProcessor.NO_ROOM),
     "a step marks what it has completed": (processor, "self.cache.mark_complete_blocks(state, future_state.complete_blocks)"),
     "forks are planned by the cache": (processor, "self.cache.prepare_fork_request("),
     "a fork copies through the cache": (processor, "self.cache.perform_cache_copy("),
@@ -119,9 +120,9 @@ CALLED = {
     FullAttentionCacheAllocator.mark_complete_blocks: "request_id token_ids new_new_blocks",
     BlockLedger.release: "block_id no_cache",
     CachePool.free_blocks: "index block_ids",
-    adapter.group_layers_by_attn_type: "config",
+    group_layers_by_attn_type: "config",
     CachePool.__init__: "num_sectors num_allocators num_reserved_sectors",
-    adapter.update_cb_config_after_cache_creation: "cb_config num_blocks max_batch_tokens",
+    update_cb_config_after_cache_creation: "cb_config num_blocks max_batch_tokens",
 }
 """The parameters of functions that are called."""
 
@@ -133,17 +134,16 @@ def test_parameters(function):
 
 def test_the_manager_adds_requests_as_that_of_transformers():
     for name, last in (("add_request", "eos_token_id"), ("add_requests", "max_new_tokens")):
-        ours, stock = (list(inspect.signature(getattr(kind, name)).parameters) for kind in (adapter.CompressedManager, manager))
+        ours, stock = (list(inspect.signature(getattr(kind, name)).parameters) for kind in (CompressedManager, manager))
         assert ours[: ours.index(last) + 1] == stock[: stock.index(last) + 1] and stock[-1] == "logit_processor_kwargs"
 
 
-def test_changed_parameters_are_refused(monkeypatch):
+def test_changed_parameters_are_refused():
     """With the release that is installed, those that are supported, and the difference."""
-    assert len(adapter.overridden()) > 15
-    monkeypatch.setattr(adapter, "overridden", lambda: {Scheduler.finish_request: ["self", "request_id", "reason"]})
+    assert len(OVERRIDDEN) > 15
     says = rf"from 5.24 on, .* up to {LAST_TESTED}; {re.escape(transformers.__version__)} differs.*takes \['self', 'request_id'\], not"
     with pytest.raises(NotImplementedError, match=says):
-        adapter.check_release()
+        release.check_parameters({Scheduler.finish_request: ["self", "request_id", "reason"]})
 
 
 @pytest.mark.parametrize("kind", ATTRIBUTES, ids=lambda kind: kind.__name__)
@@ -160,12 +160,13 @@ def test_calls(promise):
     assert text in inspect.getsource(where)
 
 
-def test_only_the_adapter_knows_continuous_batching():
+def test_one_folder_knows_continuous_batching():
     """The server has its own contract test: it is a subclass of transformers' server."""
     from tests.test_house import FILES, imports
 
     stock = "transformers.generation.continuous_batching"
-    assert [name for name in FILES if any(found.startswith(stock) for found in imports(name))] == ["batching/transformers_adapter.py"]
+    knowing = [name for name in FILES if any(found.startswith(stock) for found in imports(name))]
+    assert {name.rpartition("/")[0] for name in knowing} == {"batching/transformers"}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -232,7 +233,7 @@ def test_models_that_transformers_pages_do_not_fit(config):
 @pytest.mark.parametrize("change", [lambda x: x.transpose(1, 2), lambda x: torch.cat([x, x], dim=1), lambda x: x.repeat(1, 2, 1, 1)])
 def test_a_model_that_changes_its_keys_is_refused(change):
     """Pages would hold others than those it attends to."""
-    key, _ = adapter.CompressedPagedCache.update(SimpleNamespace(store=None), *torch.zeros(2, 1, 2, 3, 8), 0)
+    key, _ = CompressedPagedCache.update(SimpleNamespace(store=None), *torch.zeros(2, 1, 2, 3, 8), 0)
     assert key.shape == (1, 2, 3, 8)
     with pytest.raises(NotImplementedError, match="after it passed them to the cache"):
         change(key)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from qkvcache import CompressedCache, continuous_batching
-from qkvcache.attention import full
-from qkvcache.batching import shares
+from qkvcache.batching import shares, varlen
 from qkvcache.formats import Int8
 from qkvcache.releases import passing
 from qkvcache.select import budget
@@ -67,7 +66,7 @@ def test_a_manager_that_starts_while_the_default_stream_is_busy(monkeypatch):
     net, ids = network(torch.float32), prompts(150)
     with continuous_batching(net, "identity", **ZONES), serving(net) as manager:
         expected = answers(manager, ids)
-    from qkvcache.batching.transformers_adapter import CompressedManager
+    from qkvcache.batching.transformers.manager import CompressedManager
 
     start = CompressedManager.start
     monkeypatch.setattr(CompressedManager, "start", lambda manager: (torch.cuda._sleep(400_000_000), start(manager)))
@@ -138,7 +137,7 @@ def test_prompts_in_one_launch_equal_one_by_one(format, dtype, monkeypatch):
     def both(store, layer, chunks, query, *args, **options):
         out = together(store, layer, chunks, query, *args, **options)
         with monkeypatch.context() as patch:
-            patch.setattr(full, "in_one_launch", lambda query, value: False)
+            patch.setattr(varlen, "in_one_launch", lambda query, value: False)
             alone = together(store, layer, chunks, query, *args, **options)
         size = alone.float().norm().clamp_min(1e-6)  # the padding that warms up attends to nothing but zeros
         errors.append(((out.float() - alone.float()).norm() / size, len(chunks.keys), chunks.past is not None))

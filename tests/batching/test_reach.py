@@ -23,9 +23,10 @@ if not BATCHING:
 
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS  # noqa: E402
 
-from qkvcache.batching import gate, prompts, transformers_adapter  # noqa: E402
+from qkvcache.batching import gate, prompts  # noqa: E402
 from qkvcache.batching import server as serving  # noqa: E402
 from qkvcache.batching.requests import ASKED, Asked, StopStrings  # noqa: E402
+from qkvcache.batching.transformers import processor  # noqa: E402
 from tests.batching.requests import PATIENCE, listening, until, waiting  # noqa: E402
 
 OPTIONS = {"host": "127.0.0.1", "port": 0, "device": "cpu", "dtype": "float32", "cb_num_blocks": 16, "cb_max_batch_tokens": 512}
@@ -308,7 +309,7 @@ def test_clients_take_turns(server):
 
 def test_a_client_gives_way_to_another(monkeypatch):
     """Its requests fill the pool, and have thousands of tokens to go."""
-    monkeypatch.setattr(transformers_adapter, "TURN", 0.0)
+    monkeypatch.setattr(processor, "TURN", 0.0)
     with ending(api_keys=KEYS, cb_num_blocks=2) as (server, _), ThreadPoolExecutor(2) as threads:
         asked = [threads.submit(ask, server, max_tokens=60) for _ in range(2)]
         assert until(lambda: server.metrics().running == 2)

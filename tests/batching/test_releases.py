@@ -12,10 +12,11 @@ pytestmark = pytest.mark.contract
 
 
 def install(patch: pytest.MonkeyPatch, version: str) -> None:
-    """Sets the version that the adapter finds when it is imported again."""
+    """Sets the version that the subclasses of transformers find when they are imported again."""
     patch.setattr(sys.modules["transformers"], "__version__", version)
-    patch.delitem(sys.modules, f"{batching.__name__}.transformers_adapter", raising=False)
-    patch.delattr(batching, "transformers_adapter", raising=False)
+    for name in [name for name in sys.modules if name.startswith(f"{batching.__name__}.transformers")]:
+        patch.delitem(sys.modules, name)
+    patch.delattr(batching, "transformers", raising=False)
 
 
 @pytest.mark.parametrize("version", ["5.17.0", "5.23.4"])

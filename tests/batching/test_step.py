@@ -7,11 +7,12 @@ import torch
 from transformers import CompileConfig
 
 from qkvcache import continuous_batching
+from qkvcache.batching.transformers import manager
 from qkvcache.formats import Int8
 from tests.launches import counted
 from tests.matrix import model
 
-from .requests import ZONES, answers, assert_same, attention, greedy, llama, prompts, serving, single, store, transformers_adapter
+from .requests import ZONES, answers, assert_same, attention, greedy, llama, prompts, serving, single, store
 from .requests import pool as pool_of
 
 pytestmark = [
@@ -41,7 +42,7 @@ def steps(patch: pytest.MonkeyPatch, format: str, ids: list[list[int]], **option
             found.append((sum(not past for past in pasts), sum(past > 0 for past in pasts), launches.names))
         return out
 
-    patch.setattr(transformers_adapter, "paged_attention", watched)
+    patch.setattr(manager, "paged_attention", watched)
     network = model("llama", layers=2)
     with continuous_batching(network, format, **ZONES), serving(network, new=3, **options) as running:
         answers(running, ids)
@@ -119,7 +120,7 @@ def test_layers_share_their_compiled_code():
             ):
                 found.append(answers(running, ids))
         assert found[0] == found[1]
-        assert not any(layer._compiled_call_impl for layer in transformers_adapter.decoder_layers(network))
+        assert not any(layer._compiled_call_impl for layer in manager.decoder_layers(network))
     assert counts[0] == counts[1] > 0
 
 

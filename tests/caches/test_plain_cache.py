@@ -1,6 +1,8 @@
 """Any sequence of operations on compressed caches, beside a plain cache that loses nothing (`tests/plain_cache.py`)."""
 
 import copy
+import importlib.util
+import pkgutil
 
 import pytest
 import torch
@@ -10,12 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from qkvcache import CompressedCache
 from qkvcache.formats import REGISTRY
-from qkvcache.layers.snapshot import restore, snapshot
 from tests.plain_cache import PlainLayer
 from tests.seeds import SEED
 
 HEADS, DIM, LAYERS, LIMIT, ROWS = 2, 32, 2, 200, 4
 FORMATS = ("identity", "int8", "turboquant_3bit_nc", "nvfp4")
+PREFIXES = importlib.util.find_spec("qkvcache.prefix") is not None  # a room
 
 
 class Caches(RuleBasedStateMachine):
@@ -116,16 +118,17 @@ class Caches(RuleBasedStateMachine):
         """A row becomes a cache of its own through a snapshot, cut to its first tokens, as a prefix store does."""
         at = self.chosen(which)
         seen, row = self.plain[at][0].seen, row % self.rows[at]
-        if self.max_length is not None or not seen:
+        if self.max_length is not None or not seen or not PREFIXES:
             return
+        snapshots = pkgutil.resolve_name("qkvcache.prefix.snapshot")
         tokens = max(int(share * seen), 1)
         fetched, plain = self.empty(), [layer.fork() for layer in self.plain[at]]
         like = torch.zeros(1, HEADS, 1, DIM)
         for i, layer in enumerate(self.caches[at].layers):
-            stored = snapshot(layer, tokens, row)
+            stored = snapshots.snapshot(layer, tokens, row)
             fetched.update(like, like, i)  # makes the layer
             fetched.layers[i].reset()
-            restore(fetched.layers[i], stored, "cpu")
+            snapshots.restore(fetched.layers[i], stored, "cpu")
         for layer in plain:
             layer.select(torch.tensor([row]))
             layer.crop(seen - tokens)

@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from qkvcache import CompressedCache, PrefixStore
 from qkvcache.cli import app
+from qkvcache.links import links
 from qkvcache.policies import Custom
 from qkvcache.prefix.template import CacheTemplate
-from qkvcache.storage.links import links
 from tests.evict.matrix import KeyNorm
 from tests.prefix.made import fill, model, random_ids
 

@@ -34,11 +34,8 @@ def test_it_measures_and_shows(tmp_path, capsys):
     bench.main(["--tiny", "--device", "cpu", "--seconds", "1", "--out", str(out)])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert not any("failed" in row for row in rows), rows
-    sessions, restarts = rows[:3], rows[3:]
-    assert [row["cache"] for row in sessions] == ["identity", "turboquant_4bit_nc", "stock"]
-    assert all(row["answered"] > 3 and 0 < row["reused"] < 1 and row["ttft_later"] > 0 for row in sessions)
-    assert [row["cache"] for row in restarts] == ["identity", "turboquant_4bit_nc"]
-    assert all(row["computed_ms"] > row["files_ms"] for row in restarts)
+    assert [row["cache"] for row in rows] == ["identity", "turboquant_4bit_nc", "stock"]
+    assert all(row["answered"] > 3 and 0 < row["reused"] < 1 and row["ttft_later"] > 0 for row in rows)
     capsys.readouterr()
     bench.main(["--markdown", "--out", str(out)])
-    assert capsys.readouterr().out.count("| `turboquant_4bit_nc` |") == 1
+    assert capsys.readouterr().out.count("| turboquant_4bit_nc |") == 1

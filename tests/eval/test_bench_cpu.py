@@ -1,23 +1,8 @@
-"""The benchmarks of a CPU run, and write what their tables show: decoding, and host time without a GPU."""
+"""The benchmark of decoding on a CPU runs, and writes what its table shows."""
 
 import importlib
-import json
-from pathlib import Path
 
-import pytest
 from harness import read_rows
-
-from tests.processes import Program
-
-SCRIPT = Path(__file__).parents[2] / "eval" / "bench_host.py"
-
-
-def test_a_step_is_timed_without_launches(tmp_path):
-    pytest.importorskip("triton")
-    out = tmp_path / "host.jsonl"
-    Program(SCRIPT, ["--formats", "int8", "--steps", "5", "--rounds", "2", "--out", out]).result()
-    (row,) = map(json.loads, out.read_text().splitlines())
-    assert row["format"] == "int8" and row["update_us"] > 0 and row["step_us"] > 0
 
 
 def test_decoding_is_compared_with_dynamic_cache(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""The benchmark of latents runs in its tiny form, and compares with the reference."""
+"""The benchmark of latents runs in its tiny form."""
 
 import importlib
 
@@ -21,11 +21,3 @@ def test_every_section_writes_rows_and_a_table(bench, tmp_path, capsys):
     assert {row["what"] for row in rows} == set(bench.SECTIONS) and not [row for row in rows if "failed" in row]
     shown = capsys.readouterr().out
     assert "times as fast" in shown
-
-
-def test_attention_is_compared_with_its_reference(bench, capsys, monkeypatch):
-    bench.main(["--check", "--tiny"])
-    assert "agree within" in capsys.readouterr().out
-    monkeypatch.setattr(bench, "reference", lambda *args, **options: bench.attend_latents(*args, **options) + 1)
-    with pytest.raises(SystemExit, match="differs from its reference"):
-        bench.main(["--check", "--tiny"])

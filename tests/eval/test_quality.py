@@ -147,25 +147,7 @@ def test_a_name_on_the_hub_is_left_to_the_hub(study, monkeypatch):
         study[0].main(["--model", "owner/name-1.5B"])
 
 
-@pytest.mark.parametrize(("arguments", "least"), [("--processes 0", 1), ("--cases 0", 1), ("--context 0", 200)])
-def test_devices_are_not_compared_on_nothing(arguments, least, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        importlib.import_module("several_gpus").main(arguments.split())
-    assert stopped.value.code == 2 and f"argument {arguments.replace(' ', ': ')}: must be {least} or more" in capsys.readouterr().err
-
-
 def test_the_front_is_what_nothing_beats(study):
     points = [(100, 0.0), (50, 0.2), (50, 0.1), (60, 0.1), (20, 0.5), (30, 0.6)]
     rows = [{"bytes_per_token": size, "kl": kl} for size, kl in points]
     assert study[1].front(rows) == {0, 2, 4}
-
-
-def test_devices_are_compared_with_the_first():
-    several = importlib.import_module("several_gpus")
-    one = {"cache": "int8", "choices": [-2.0, -0.5], "texts": [-100.0], "answers": ["a", "b"], "recall": 1.0, "devices": ["cpu"]}
-    one |= {"bytes_per_token": 9.0, "ranks": 1, "seconds": 1.0}
-    other = one | {"choices": [-2.02, -0.5], "texts": [-100.0], "answers": ["a", "c"], "ranks": 2}
-    arguments = type("Arguments", (), {"model": "m", "device": "cpu", "dtype": "float32"})
-    first, second = several.compare({"one": [one], "tensor parallel": [other]}, arguments)
-    assert first["off_choices"] == 0 and first["same_answers"] == 1
-    assert second["off_choices"] == pytest.approx(0.01) and second["off_texts"] == 0 and second["same_answers"] == 0.5

@@ -13,7 +13,6 @@ from qkvcache.evict.compress import Reading
 from qkvcache.evict.layer import EvictingLayer
 from qkvcache.evict.policies.budget import ONE
 from qkvcache.evict.policies.kvzip import weigh_heads
-from qkvcache.layers.snapshot import restore, snapshot
 from qkvcache.releases import passing
 from tests.allocations import Allocations
 from tests.matrix import UNSUPPORTED, model, slowly
@@ -174,11 +173,12 @@ def test_the_most_is_planned(budget, length, rows):
 
 
 def test_a_snapshot_goes_on():
+    snapshots = pytest.importorskip("qkvcache.prefix.snapshot")
     network, ids = model("llama"), text(2, 50)
     cache, again = (CompressedCache(network.config, policy=kvzip(alpha_safeguard=0.2), format="int8") for _ in range(2))
     cache.compress(network, ids[:, :LENGTH], progress=False)
     for into, layer in zip(again.layers, cache.layers, strict=True):
-        restore(into, snapshot(layer, row=1), "cpu")
+        snapshots.restore(into, snapshots.snapshot(layer, row=1), "cpu")
     cache.batch_select_indices([1])
     with torch.no_grad():
         ours, theirs = (network(ids[1:, LENGTH:], **passing(x)).logits for x in (again, cache))

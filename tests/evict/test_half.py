@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from recording import prompt_attention
 
+from qkvcache.evict import observer
 from qkvcache.evict.layer import EvictingLayer
 from qkvcache.evict.rope import Rope
 from qkvcache.formats import resolve
+from qkvcache.kernels import sum_attention
 from qkvcache.policies import H2O, AdaKV, ExpectedAttention, KeyDiff, SnapKV
 from tests.seeds import SEED
 
@@ -19,6 +20,15 @@ POLICIES = [
     H2O(budget=BUDGET),
     AdaKV(SnapKV(budget=BUDGET, recent=16)),
 ]
+
+
+def prompt_attention(policy, query, keys, scaling):
+    """What attention reports to a layer of the policy after a prompt without padding."""
+    weights = observer._query_weights(policy.observation_window, policy.decay, None, query)
+    if weights is None:
+        return None
+    last = observer._last(policy.observation_window, None, query.shape[2])
+    return sum_attention(query[:, :, last], keys, weights[:, last], None, scaling=scaling)
 
 
 @torch.no_grad()
@@ -35,7 +45,7 @@ def kept(policy, dtype):
     layer = EvictingLayer(resolve("identity"), policy, policy.budgets[0], rope=ROPE)
     layer.update(keys, values)
     layer.begin_attention(None, queries, DIM**-0.5)
-    layer.end_attention(prompt_attention(policy, queries, keys, values, DIM**-0.5))
+    layer.end_attention(prompt_attention(policy, queries, keys, DIM**-0.5))
     return [set(head.tolist()) - {-1} for head in layer.positions()[0]]
 
 

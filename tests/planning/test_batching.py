@@ -25,7 +25,7 @@ from transformers.generation.continuous_batching import cache as stock
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 
 from qkvcache import continuous_batching
-from qkvcache.batching import transformers_adapter as adapter
+from qkvcache.batching.transformers import cache, pool
 
 FREE, WEIGHTS = 40_000_000, 1_000_000
 MIX = [(3, 1000, 200), (1, 3001, 512)]
@@ -35,7 +35,7 @@ MIX = [(3, 1000, 200), (1, 3001, 512)]
 def config(monkeypatch) -> PretrainedConfig:
     """Of a model on a GPU with so much free memory."""
     monkeypatch.setattr(stock, "get_device_and_memory_breakdown", lambda: (torch.device("cpu"), FREE + WEIGHTS, 0, WEIGHTS))
-    monkeypatch.setattr(adapter, "CHUNK_BYTES", 2**20)
+    monkeypatch.setattr(pool, "CHUNK_BYTES", 2**20)
     return MODELS["llama"]()
 
 
@@ -60,10 +60,10 @@ def allocated(format: str | None, name: str = "llama", **options) -> PagedAttent
     with continuous_batching(network, format=format, **options):
         manager = network.init_continuous_batching(continuous_batching_config=ContinuousBatchingConfig(num_blocks=1))
         config._attn_implementation = network.config._attn_implementation
-        cache = adapter.CompressedPagedCache(distributed_helper=manager.distributed_helper, **manager.cache_options, **same)
+        made = cache.CompressedPagedCache(distributed_helper=manager.distributed_helper, **manager.cache_options, **same)
         manager.stop()
         manager.destroy()
-    return cache
+    return made
 
 
 def planned(config, format, **options):

@@ -9,8 +9,8 @@ from transformers import CONFIG_MAPPING, DynamicCache
 from transformers.cache_utils import DynamicIndexedLayer
 
 from qkvcache import CompressedCache, PrefixStore, policies
-from qkvcache.layers.snapshot import checkpoint
 from qkvcache.prefix.checkpoints import checkpoint_bytes
+from qkvcache.prefix.snapshot import checkpoint
 from qkvcache.releases import passing
 from tests.matrix import MODELS, model, slowly
 from tests.reference import assert_close

@@ -15,9 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qkvcache import CompressedCache, PrefixStore
-from qkvcache.layers import snapshot_file
-from qkvcache.prefix import disk
+from qkvcache import CompressedCache, PrefixStore, files
+from qkvcache.prefix import disk, snapshot_file
 from qkvcache.releases import passing
 from tests.prefix.made import fill, held, model, random_ids, same
 from tests.seeds import SEED
@@ -238,7 +237,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     kept = store(tmp_path)
-    monkeypatch.setattr(snapshot_file, "save_file", full)
+    monkeypatch.setattr(files, "save_file", full)
     ids = random_ids(50)
     assert kept.store(ids, compressed(ids)) and kept.fetch(ids).source == "memory"
     assert any("No space left" in reason for reason in kept.stats.refused)

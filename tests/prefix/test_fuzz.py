@@ -19,8 +19,8 @@ from safetensors.torch import load, save
 from transformers.cache_utils import LinearAttentionLayer
 
 from qkvcache import CompressedCache, PrefixStore, policies
-from qkvcache.layers import snapshot_file
-from qkvcache.layers.snapshot import Snapshot, check, snapshot
+from qkvcache.prefix import snapshot_file
+from qkvcache.prefix.snapshot import Snapshot, check, snapshot
 from qkvcache.releases import passing
 from tests import matrix
 from tests.prefix.made import WORDS, model

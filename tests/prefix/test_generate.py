@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from qkvcache import CompressedCache, PrefixStore, policies
 from qkvcache.evict.layer import EvictingLayer
 from qkvcache.layers.compressed import CompressedLayer
-from qkvcache.layers.snapshot import _copies_to
+from qkvcache.prefix.snapshot import _copies_to
 from qkvcache.releases import passing
 from tests.evict.matrix import POLICIES, SHARED
 from tests.matrix import MODELS, UNSUPPORTED, covering, model, slowly

@@ -7,11 +7,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from qkvcache.layers import snapshot_file
-from qkvcache.layers.snapshot import Snapshot
-from qkvcache.prefix import PrefixStore, disk, match
+from qkvcache.prefix import PrefixStore, disk, match, snapshot_file
 from qkvcache.prefix.entry import Entry
 from qkvcache.prefix.host_memory import Blocks, on_host
+from qkvcache.prefix.snapshot import Snapshot
 from qkvcache.prefix.template import CacheTemplate
 from tests.prefix.made import fill, held, model, random_ids, same
 

@@ -10,8 +10,8 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from qkvcache import CompressedCache, PrefixStore, TurboQuantCache, policies
 from qkvcache.formats import resolve
-from qkvcache.layers.snapshot import Snapshot
 from qkvcache.prefix import Match, match, memory
+from qkvcache.prefix.snapshot import Snapshot
 from qkvcache.releases import passing
 from tests.matrix import COVER, FORMATS, by_layer
 from tests.prefix.made import WORDS, fill, held, keys_and_values, model, random_ids, same

@@ -10,7 +10,6 @@ import torch
 from qkvcache import CompressedCache
 from qkvcache.kernels import attend_on_codes
 from qkvcache.layers.compressed import CompressedLayer
-from qkvcache.layers.snapshot import restore, snapshot
 from qkvcache.releases import passing
 from qkvcache.select import budget
 from qkvcache.select.arguments import AttentionBudget
@@ -133,13 +132,14 @@ def test_tokens_that_change_are_fetched_anew(backend, what, length, monkeypatch)
 
 @pytest.mark.parametrize("backend", ["torch", KERNEL])
 def test_a_snapshot_is_restored(backend, monkeypatch):
+    snapshots = pytest.importorskip("qkvcache.prefix.snapshot")
     monkeypatch.setenv("QKVCACHE_KERNELS", backend)
     pair = layers("turboquant_4bit_nc")
     step(pair, 120, 1)
-    held = snapshot(pair[0])
+    held = snapshots.snapshot(pair[0])
     pair = layers("turboquant_4bit_nc")
     for layer in pair:
-        restore(layer, held, DEVICE)
+        snapshots.restore(layer, held, DEVICE)
     step(pair, 1, 1), step(pair, 1, 1)
     index = index_of(pair[0].storage.tokens.pages)
     assert index is None or [side.keys() for side in index.slabs[0]] == [{"high", "scale"}, set()]

@@ -239,7 +239,8 @@ def quantizes(codecs: tuple[Codec, Codec], x: Pair) -> bool:
     return _serve("store.triton_quantize", codecs, x)
 
 
-def _dequantizes(pages: Pages, out: Pair) -> bool:
+def dequantizes(pages: Pages, out: Pair) -> bool:
+    """Whether a kernel can dequantize these pages into `out`, keys and values `[B, H, T, D]`."""
     return pages.by_page and _serve("store.triton_dequantize", pages.codecs, out)
 
 
@@ -251,14 +252,8 @@ def quantize_into(pages: Pages, x: Pair, slots: Tensor | int, zones: Sequence[tu
 
 def dequantize_pages(pages: Pages, out: Pair, begin: int = 0) -> None:
     """`reference.dequantize_pages`, in one launch where there is a kernel."""
-    kernels = module("store.triton_dequantize") if _dequantizes(pages, out) else stores
+    kernels = module("store.triton_dequantize") if dequantizes(pages, out) else stores
     kernels.dequantize_pages(pages, out, begin)
-
-
-def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], tiles: Tensor, out: Pair) -> None:
-    """`reference.gather_rows`, in one launch where there is a kernel."""
-    kernels = module("store.triton_gather") if _dequantizes(inputs.pages, out) else stores
-    kernels.gather_rows(inputs, new, starts, tiles, out)
 
 
 def calibrate(inputs: PagedInputs, begun: Tensor, x: Pair, is_valid: Tensor | None) -> None:

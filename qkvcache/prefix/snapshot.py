@@ -32,7 +32,7 @@ from transformers.cache_utils import (
 from ..formats import Identity
 from ..formats.base import Codec, Codes
 from ..formats.outlying import Int8Keys
-from .compressed import CompressedLayer
+from ..layers.compressed import POSITIONS, CompressedLayer
 
 Layer = Any
 """A layer of a transformers cache. Their classes have no base in common."""
@@ -45,8 +45,6 @@ STOCK = {
 """The kinds of snapshots of transformers' layers."""
 STATE = "state."
 """The beginning of the names of states."""
-POSITIONS = "position_ids"
-"""The positions of all tokens, among an indexer's tensors."""
 INDEXER = "indexer."
 """The beginning of the names of an indexer's tensors, `[B, N, T, width]`."""
 INT8_KEYS = "int8_keys"

@@ -10,8 +10,8 @@ from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..layers.compressed import CompressedLayer
-from ..layers.snapshot import copy_states, copy_tokens, kind_of, restore, snapshot
 from ..layers.static_sliding import StaticSlidingLayer
+from .snapshot import copy_states, copy_tokens, kind_of, restore, snapshot
 
 
 def check_source(source: object) -> None:

@@ -1,7 +1,7 @@
 """An attack on `qkvcache serve` over HTTP on this machine, with the embedded model on a CPU: requests that cost more than they ask for,
 clients that take all, connections without requests, paths of administrators, signals. A probe asks for /health all the while.
 
-    python eval/attack_server.py
+    python -m tests.batching.attack
 """
 
 from __future__ import annotations

@@ -8,14 +8,14 @@ pytest.importorskip("uvicorn")
 if not BATCHING:
     pytest.skip("continuous batching needs transformers 5.24", allow_module_level=True)
 
-import attack_server  # noqa: E402
+from tests.batching import attack  # noqa: E402
 
 
 @pytest.mark.slow
 def test_a_server_stands_its_attack():
-    found = {name: counts for name, _, _, counts in attack_server.run()}
-    assert set(attack_server.ATTACKS) < set(found)
-    statuses = {kind for name in attack_server.ATTACKS for kind in found[name] if kind.isdigit()}
+    found = {name: counts for name, _, _, counts in attack.run()}
+    assert set(attack.ATTACKS) < set(found)
+    statuses = {kind for name in attack.ATTACKS for kind in found[name] if kind.isdigit()}
     assert statuses == {"200", "400", "401", "404", "413", "429"}
     assert set(found["A1 templates"]) == {"400"} and set(found["A10 without a key"]) == {"401"}
     assert found["A4 administrators"]["answers right"] == 8 and found["A7 a greedy client"]["another client 200"]

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..paged_inputs import PagedInputs
-from ..segments import Pair
-from .reference import GATHER_TILE
-from .triton_dequantize import (
+from ..kernels.paged_inputs import PagedInputs
+from ..kernels.segments import Pair
+from ..kernels.store.reference import GATHER_TILE
+from ..kernels.store.triton_dequantize import (
     load_tile,
     load_vectors,
     padded,
@@ -24,7 +24,7 @@ from .triton_dequantize import (
     store_vectors,
     tile_of_pages,
 )
-from .triton_store import contiguous
+from ..kernels.store.triton_store import contiguous
 
 
 def arguments_of(inputs: PagedInputs) -> tuple[list[tuple], list[Any], tuple[int, int, int]]:

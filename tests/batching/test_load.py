@@ -8,14 +8,14 @@ pytest.importorskip("uvicorn")
 if not BATCHING:
     pytest.skip("continuous batching needs transformers 5.24", allow_module_level=True)
 
-import load_batching  # noqa: E402
+from tests.batching import load  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")
 
 
 @pytest.mark.slow
 def test_every_request_has_its_own_answer_and_leaves_nothing(capfd):
-    counts = load_batching.run(40, 8)
+    counts = load.run(40, 8)
     kinds = [counts[kind] for kind in ("whole", "stream", "several", "stopped", "leaves", "refused", "no key", "silent")]
     assert sum(kinds) == 40 and all(kinds[:3])
     assert counts["counted finished"] > 15 and "Traceback" not in capfd.readouterr().err

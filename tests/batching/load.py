@@ -2,7 +2,7 @@
 of one answer and of two, with stop strings; clients that leave, are refused, have no key, wait elsewhere, or open a connection and send
 nothing. Every answer must be the one that its prompt has alone; pages, rings, threads, tasks, descriptors and memory must be as before.
 
-    python eval/load_batching.py --requests 5000
+    python -m tests.batching.load --requests 5000
 """
 
 from __future__ import annotations

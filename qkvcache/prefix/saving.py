@@ -1,4 +1,4 @@
-"""A cache as a file: the snapshots of its layers (`layers/snapshot_file.py`), the options that it was made with, and the sizes of its
+"""A cache as a file: the snapshots of its layers (`snapshot_file.py`), the options that it was made with, and the sizes of its
 model. Nothing is pickled: an option is a plain value, or a format or a policy of this library by name."""
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedConfig
 
+from ..files import Damaged, reading
 from ..formats import REGISTRY, FormatByLayer
-from ..layers.snapshot import Snapshot, check, restore, snapshot
-from ..layers.snapshot_file import Damaged, Parts, read_header, reading, write
 from ..rooms import registered
+from .snapshot import Snapshot, check, restore, snapshot
+from .snapshot_file import Parts, read_header, write
 
 WHAT = "qkvcache_cache"
 """The kind of file."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qkvcache.attention.full import Sequences, full_attention, in_one_launch, varlen_attention
+from qkvcache.attention.full import full_attention
+from qkvcache.batching.varlen import Sequences, in_one_launch, varlen_attention
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 LENGTHS = {
