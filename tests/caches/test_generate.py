@@ -146,9 +146,7 @@ def test_gradients_are_harmless():
 
 
 @pytest.mark.skipif(CACHE_ARGUMENT != "cache", reason="transformers speculates with heads of the model from 5.24 on")
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize(("name", "store", "heads"), covering(["glm4_moe", "deepseek_v3"], STORES, [1, 2]))
 def test_speculation_with_heads_of_the_model(name, store, heads, monkeypatch):
     """`use_mtp`; the heads have random weights. Drafts that are refused are cropped."""
     from transformers.modeling_layers import MtpModel
