@@ -198,36 +198,6 @@ def test_unfold_is_dense_at_its_columns(format):
         assert same_decoded(side[:, :, :32], known, codec) and torch.equal(side[:, :, 32:35], fresh) and not side[:, :, 35:].any()
 
 
-def masks(columns: int) -> dict[str, Tensor | None]:
-    """By column; each row of queries sees the first of them, even where few are stored."""
-    shown = torch.rand(ROWS, 1, 1, columns) < 0.6
-    shown[..., 0] = True
-    additive = torch.randn(ROWS, 4, 1, columns).masked_fill(~shown, -torch.inf)
-    return {
-        "none": None,
-        "bool": shown,
-        "additive": additive,
-        "lowest": torch.zeros(ROWS, 1, 1, columns).masked_fill(~shown, torch.finfo(torch.float32).min),
-        "one row": shown[:1],
-        "fewer dimensions": shown[0, 0],
-        "one for all columns": torch.ones(ROWS, 1, 1, 1, dtype=torch.bool),
-    }
-
-
-@pytest.mark.parametrize("mask", masks(1))
-@pytest.mark.parametrize("sizes", [(1,), (4,), (30, 1, 1, 1), (86, 1, 1, 1, 1)], ids=str)
-@pytest.mark.parametrize("format", ["identity", "turboquant_3bit_nc"])
-def test_attention_over_slots_equals_that_over_tokens(format, sizes, mask):
-    layer = filled(*sizes, format=format)
-    layer.commit()
-    given = masks(LIMIT)[mask]
-    query = torch.randn(ROWS, 4, 1, DIM)
-    attention_inputs, seen = layer.storage.attention_inputs(), layer.get_seq_length()
-    options = {"scaling": 0.3, "softcap": 2.0, "sinks": torch.randn(4)} if mask in ("none", "additive") else {}
-    expected = attend(query, attention_inputs, given if given is None or given.shape[-1] == 1 else given[..., :seen], **options)
-    assert_close(attend_pages(query, layer.storage.inputs, given, **options)[0], expected, rounding(DIM, LIMIT))
-
-
 def test_what_lies_in_unused_slots_counts_for_nothing():
     """Codes that were cropped, which may be of anything finite."""
     layer = filled(60, 1, 1, format="int8")
