@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo chat test test-all test-processors test-oldest test-newest test-rooms test-core lint kernels format docs tables families pictures notebooks package bench quality studies clean
+.PHONY: demo chat test test-scripts test-all test-processors test-oldest test-newest test-rooms test-core lint kernels format docs tables families pictures notebooks package bench quality studies clean
 
 demo: $(VENV)/package
 	$(BIN)/qkvcache demo
@@ -15,7 +15,11 @@ chat: $(VENV)/package
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/chat.py $(CHAT)
 
 test: $(VENV)/installed
-	$(BIN)/pytest -n auto --dist worksteal -m "not slow"
+	$(BIN)/pytest -n auto --dist worksteal -m "not slow" --ignore=tests/eval
+
+# What measures, shows and draws: the scripts in eval/.
+test-scripts: $(VENV)/installed
+	$(BIN)/pytest -n auto --dist worksteal -m "not slow" tests/eval
 
 # Every format, policy and option with every other, which takes hours on two cores, the tests marked slow, and the notebooks in kernels.
 test-all: $(VENV)/installed

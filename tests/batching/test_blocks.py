@@ -46,6 +46,7 @@ def test_a_prompt_in_chunks_equals_a_cache():
         assert assert_same(got, single(network, ids[0], Int8(center=False), chunk=chunk))
 
 
+@pytest.mark.contract
 def test_prompts_that_begin_alike_share_their_blocks(monkeypatch):
     """The codes of shared blocks are read, not written again; answers are those of a prompt in two chunks."""
     network = llama()
@@ -85,6 +86,7 @@ def test_there_are_no_more_rings_than_blocks():
                 assert len(answers(manager, prompts(20, 30, 40, 50))) == 4
 
 
+@pytest.mark.contract
 def test_forks_equal_the_request_that_they_come_from():
     network, (ids,) = llama(), prompts(100)
     options = {"max_new_tokens": 10, "do_sample": True, "top_k": 1, "eos_token_id": -1}
@@ -96,6 +98,7 @@ def test_forks_equal_the_request_that_they_come_from():
     assert len(tokens) == 3 and tokens[0] == tokens[1] == tokens[2] and len(tokens[0]) == 10
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("space", [0, 0.01], ids=["reset", "offload"])
 def test_a_request_that_loses_its_blocks_gets_them_back(space, monkeypatch):
     """From the host bit by bit, or read again; all requests end, and nothing is left."""
@@ -139,6 +142,7 @@ def test_a_ring_that_another_request_takes():
     assert Rings.unroll(ring, 1, 2, 3).flatten().tolist() == [6, 7, 4]
 
 
+@pytest.mark.contract
 def test_a_request_that_does_not_fit_fails_alone():
     """At the call, if its length is known, or beside the others of a batch; else once it has all pages. The others go on."""
     network = tiniest()
@@ -158,6 +162,7 @@ def test_a_request_that_does_not_fit_fails_alone():
         assert_nothing_is_left(manager)
 
 
+@pytest.mark.contract
 def test_a_thousand_requests_with_cancels_and_preemptions():
     """Every request that is not cancelled ends with all its tokens; no page and no ring is left; the thread lives.
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from qkvcache import PrefixStore, continuous_batching
-from tests.matrix import MODELS, model
+from tests.matrix import MODELS, model, slowly
 from tests.seeds import SEED
 
 from .requests import collect, prompts, serving
@@ -48,9 +48,12 @@ class Seen:
         return [found[tuple(ids)] for ids in asked]
 
 
-@pytest.mark.parametrize(("format", "dtype"), [("int8", torch.float32), ("turboquant_4bit_nc", torch.bfloat16)])
+CASES = [("int8", torch.float32), ("turboquant_4bit_nc", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("format", "dtype"), slowly(CASES, CASES[1:]))
 def test_a_prompt_has_one_answer(tmp_path, format, dtype):
-    one_answer(copy.deepcopy(model("llama")).to(dtype), format, tmp_path)
+    one_answer(copy.deepcopy(model("llama", layers=2)).to(dtype), format, tmp_path)
 
 
 @pytest.mark.gpu

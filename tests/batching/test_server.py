@@ -5,7 +5,6 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from qkvcache import CompressedCache, demo, models
@@ -225,17 +224,3 @@ def test_wrong_input_is_explained(arguments, says):
     result = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, ["serve", arguments[0], "--device", "cpu", *arguments[1:]])
     assert result.exit_code == 2, result.output
     assert says in result.output
-
-
-def test_models_that_cannot_be_batched_are_refused_at_first(tmp_path):
-    from tests.matrix import MODELS
-
-    config = MODELS["qwen3_next"]()
-    tokenizer = models.load("demo")[1]
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(NotImplementedError, match="linear_attention"):
-        serving.Server(str(tmp_path), CACHE, **OPTIONS)

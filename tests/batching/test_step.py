@@ -49,8 +49,8 @@ def steps(patch: pytest.MonkeyPatch, format: str, ids: list[list[int]], **option
     return found
 
 
-WRITES = ["_quantize_kernel"]
-DECODED = ["attend_kernel", "reduce_kernel", "copy_"]
+ATTENDS, DECODES = 3, 3
+"""Launches of prompts (attention, a copy of its output, and one that stores the new tokens), and of requests that decode beside them."""
 
 
 def test_prompts_are_read_together(monkeypatch):
@@ -61,9 +61,7 @@ def test_prompts_are_read_together(monkeypatch):
     shared = [begin + more for more in prompts(30, 7, seed=2)]
     found = steps(monkeypatch, Int8(center=False), [*first, *shared], max_batch_tokens=170)
     for _, late, names in found:
-        gathered = ["_gather_rows_kernel"] * (late > 0)
-        wanted = [*gathered, "attention", "copy_", *WRITES]
-        assert names in (wanted, [*wanted, *DECODED])
+        assert len(names) - (late > 0) in (ATTENDS, ATTENDS + DECODES) and names.count("attention") == 1, names
     assert max(new for new, _, _ in found) > 2 and max(late for _, late, _ in found) > 1
     assert any(new and late for new, late, _ in found)
 
@@ -108,7 +106,7 @@ def test_layers_share_their_compiled_code():
         counts[-1] += 1
         return graph.forward
 
-    for layers in (1, 6):
+    for layers in (1, 2):
         network, found = model("llama", layers=layers), []
         torch.compiler.reset()
         counts.append(0)

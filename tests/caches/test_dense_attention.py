@@ -35,6 +35,9 @@ def make(network: hf.PreTrainedModel, format: str = "identity", **options) -> Co
     return CompressedCache(network.config, format=format, **ZONES["zones"] | options)
 
 
+ROOMS = {"preallocated": {"max_length": 90}, "growing": {"compile": True}}
+
+
 def logits(network: hf.PreTrainedModel, cache, inputs: dict, **options) -> torch.Tensor:
     options = {"max_new_tokens": 5, "return_dict_in_generate": True, "output_logits": True} | options
     return torch.stack(run(network, cache, inputs, **options).logits)
@@ -48,12 +51,11 @@ def test_padded_rows_equal_those_of_dynamic_cache(name, options):
     assert_close(logits(network, make(network, max_length=60), inputs, **options), expected, of_model(network))
 
 
-@pytest.mark.parametrize("room", [{"max_length": 90}, {"compile": True}], ids=["preallocated", "growing"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "room"), matrix.covering(FAMILIES, ROOMS, strength=1))
 def test_turns_and_crops_equal_those_of_dynamic_cache(name, room):
     network = model(name)
     found = []
-    for cache in (make(network, **room), DynamicCache(config=network.config)):
+    for cache in (make(network, **ROOMS[room]), DynamicCache(config=network.config)):
         ids, turns = prompt()["input_ids"], []
         for turn in range(3):
             turns.append(logits(network, cache, {"input_ids": ids}))

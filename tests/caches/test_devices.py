@@ -28,15 +28,6 @@ def filled(format: str, rows: int = 2) -> CompressedLayer:
 
 
 @pytest.mark.parametrize("format", COVER)
-def test_every_tensor_moves(format):
-    layer = filled(format)
-    layer.commit()
-    layer.device = torch.device("meta")  # stands for another device
-    layer.prefetch()
-    assert {x.device.type for _, x in layer.tensors()} == {"meta"}
-
-
-@pytest.mark.parametrize("format", COVER)
 def test_offload_asks_every_tensor_to_leave(format, monkeypatch):
     layer = filled(format)
     table = layer.storage.tokens.table  # which is made anew: it says where the others are
@@ -47,26 +38,6 @@ def test_offload_asks_every_tensor_to_leave(format, monkeypatch):
     )
     layer.offload()
     assert left == expected
-
-
-@pytest.mark.parametrize("format", COVER)
-def test_a_handle_outlives_the_layer(format):
-    layer = filled(format)
-    key, _ = layer.update(torch.randn(2, 2, 1, 32), torch.randn(2, 2, 1, 32))
-    expected = key.dense()
-    layer.device = torch.device("meta")
-    layer.prefetch()
-    assert torch.equal(key.dense(), expected)
-    layer.reset()
-    assert torch.equal(key.dense(), expected)
-
-
-def test_offload_and_prefetch_change_nothing():
-    layer = filled("turboquant_4bit_nc")
-    before = [x.clone() for x in layer.dense()]
-    layer.offload()
-    layer.prefetch()
-    assert all(torch.equal(a, b) for a, b in zip(layer.dense(), before, strict=True))
 
 
 class Moving(CompressedCache):

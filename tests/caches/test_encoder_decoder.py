@@ -13,6 +13,7 @@ from tests.tolerance import of_model
 
 NAMES = ["t5", "whisper"]
 ATTENTION = ["sdpa", "eager"]
+STORES = {"growing": {}, "preallocated": {"max_length": 40}}
 MODES = {
     "greedy": {},
     "sampling": {"do_sample": True, "top_k": 20},
@@ -41,17 +42,17 @@ def run(name, attention, cache, **options):
     return model(name, attention).generate(**inputs(name), **passing(cache), **options)
 
 
-@pytest.mark.parametrize(("name", "attention", "mode"), covering(NAMES, ATTENTION, MODES))
-def test_the_exact_cache_gives_the_tokens_of_dynamic_cache(name, attention, mode):
+@pytest.mark.parametrize(("name", "attention", "mode", "store"), covering(NAMES, ATTENTION, MODES, STORES))
+def test_the_exact_cache_gives_the_tokens_of_dynamic_cache(name, attention, mode, store):
     config = model(name, attention).config
     expected = run(name, attention, wrap(DynamicCache()), **MODES[mode])
-    got = run(name, attention, wrap(CompressedCache(config, format="identity", **ZONES["zones"])), **MODES[mode])
+    got = run(name, attention, wrap(CompressedCache(config, format="identity", **ZONES["zones"], **STORES[store])), **MODES[mode])
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize(("name", "mode"), covering(NAMES, MODES, strength=1))
-def test_codes_give_the_tokens_of_codes_decoded(name, mode):
-    cache = wrap(TurboQuantCache(model(name).config, **ZONES["zones"]))
+@pytest.mark.parametrize(("name", "mode", "store"), covering(NAMES, MODES, STORES, strength=1))
+def test_codes_give_the_tokens_of_codes_decoded(name, mode, store):
+    cache = wrap(TurboQuantCache(model(name).config, **ZONES["zones"], **STORES[store]))
     expected = run(name, "sdpa", decoded(cache), **MODES[mode])
     with count_decoded_layers() as dense:
         assert torch.equal(run(name, "sdpa", cache, **MODES[mode]), expected)

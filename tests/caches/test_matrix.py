@@ -1,4 +1,5 @@
-"""Models x attention implementations x ways to feed a prompt: the exact format equals DynamicCache, every other one its codes decoded."""
+"""Models x attention implementations x ways to feed a prompt x stores: the exact format equals DynamicCache, every other one its codes
+decoded."""
 
 import pytest
 from transformers import DynamicCache
@@ -10,6 +11,14 @@ from tests.tolerance import of_model
 
 ALL_OF_IT = "chunked_padded"  # the feed that asks for everything; the others tell what is wrong, should it fail
 LEGAL = [(name, attention) for name in MODELS for attention in ATTENTION if (name, attention) not in UNSUPPORTED]
+STORES = {"growing": {}, "preallocated": {"max_length": 37}}
+FIXED = [
+    (name, attention)
+    for name in ("llama", "qwen3", "gemma3", "gemma2", "gpt_oss", "phi3")
+    for attention in ("sdpa", "eager")
+    if (name, attention) in LEGAL
+]
+"""With preallocated storage."""
 FEEDS = [*((mode, "zones") for mode in MODES), (ALL_OF_IT, "bare")]
 FUSED = 16  # queries that attend on codes; more decode their layer
 FOUR_BIT = "turboquant_4bit_nc"
@@ -40,9 +49,14 @@ def check_against_decoded(model, mode, cache):
         begin += size
 
 
-IN_TURN = [[pair for pair in LEGAL if pair[0] == name] for name in MODELS]
-IN_TURN = [pairs[i % len(pairs)] for i, pairs in enumerate(IN_TURN)]
-"""Every model with one implementation, in turn."""
+def in_turn(pairs: list) -> list:
+    """Every model with one implementation, in turn."""
+    by_model = [[pair for pair in pairs if pair[0] == name] for name in MODELS]
+    return [pairs[i % len(pairs)] for i, pairs in enumerate(filter(None, by_model))]
+
+
+SOME = [*in_turn(LEGAL), *(pair for pair in LEGAL if pair[0] in ("llama", "gemma3"))]
+"""Every model once, and two of them with every implementation."""
 
 
 def some(pairs: list, feeds: list) -> list:
@@ -50,37 +64,53 @@ def some(pairs: list, feeds: list) -> list:
     return [(*pair, *feed) for pair, feed in covering(pairs, feeds, strength=1)]
 
 
-@pytest.mark.parametrize("case", some(LEGAL, FEEDS), ids="-".join)
+def cases(growing: list, fixed: list, feeds: list) -> list:
+    return [
+        *((*case, "growing") for case in some(growing, feeds)),
+        *((*case, "preallocated") for case in some(fixed, feeds)),
+    ]
+
+
+@pytest.mark.parametrize("case", cases(slowly(LEGAL, SOME), FIXED, FEEDS), ids="-".join)
 def test_exact_format_equals_dynamic_cache(case):
-    name, attention, mode, zones = case
-    check_against_dynamic(model(name, attention), MODES[mode], **ZONES[zones])
+    name, attention, mode, zones, store = case
+    check_against_dynamic(model(name, attention), MODES[mode], **ZONES[zones], **STORES[store])
 
 
-@pytest.mark.parametrize("case", some(slowly(LEGAL, IN_TURN), [(mode,) for mode in MODES]), ids="-".join)
+@pytest.mark.parametrize(
+    "case", cases(slowly(LEGAL, in_turn(LEGAL)), slowly(FIXED, in_turn(FIXED)), [(mode,) for mode in MODES]), ids="-".join
+)
 def test_four_bits_equal_their_codes_decoded(case):
-    name, attention, mode = case
+    name, attention, mode, store = case
     network = model(name, attention)
-    cache = CompressedCache(network.config, format=FOUR_BIT, **ZONES["zones"])
+    cache = CompressedCache(network.config, format=FOUR_BIT, **ZONES["zones"], **STORES[store])
     check_against_decoded(network, MODES[mode], cache)
 
 
+@pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize(
     ("format", "feed"),
     covering(COVER, [("sdpa", ALL_OF_IT, "bare"), *(("sdpa", *feed) for feed in FEEDS[:-1]), ("eager", ALL_OF_IT, "zones")], strength=1),
 )
-def test_every_format_equals_its_codes_decoded(format, feed):
+def test_every_format_equals_its_codes_decoded(format, feed, store):
     attention, mode, zones = feed
     network = model("llama", attention)
-    check_against_decoded(network, MODES[mode], CompressedCache(network.config, format=FORMATS[format], **ZONES[zones]))
+    cache = CompressedCache(network.config, format=FORMATS[format], **ZONES[zones], **STORES[store])
+    check_against_decoded(network, MODES[mode], cache)
 
 
-@pytest.mark.parametrize(("attention", "mode"), covering(ATTENTION, MODES, strength=1))
-def test_without_a_config_sliding_layers_are_compressed_too(attention, mode):
+@pytest.mark.parametrize(
+    ("attention", "mode", "store"),
+    [*((*case, "growing") for case in covering(ATTENTION, MODES, strength=1)), ("sdpa", ALL_OF_IT, "preallocated")],
+)
+def test_without_a_config_sliding_layers_are_compressed_too(attention, mode, store):
     network = model("mistral", attention)
+    options = ZONES["zones"] | STORES[store]
     for ours, theirs in zip(
-        steps(network, CompressedCache(format="identity", **ZONES["zones"]), MODES[mode]),
+        steps(network, CompressedCache(format="identity", **options), MODES[mode]),
         steps(network, DynamicCache(), MODES[mode]),
         strict=True,
     ):
         assert_close(ours, theirs, of_model(network))
-    check_against_decoded(network, MODES[mode], CompressedCache(format=FOUR_BIT, **ZONES["zones"]))
+    if store == "growing":  # the other one tells its columns by the config
+        check_against_decoded(network, MODES[mode], CompressedCache(format=FOUR_BIT, **options))

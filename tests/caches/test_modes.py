@@ -20,17 +20,23 @@ from qkvcache import CompressedCache, TurboQuantCache, policies
 from qkvcache.formats.rotation import hadamard_matrix, random_signs
 from qkvcache.releases import passing
 from tests import matrix
-from tests.evict.matrix import POLICIES, SHARED
-from tests.matrix import COVER, FORMATS
+from tests.evict.matrix import EACH_KIND, NAMED, POLICIES, SHARED
+from tests.matrix import FORMATS, slowly
 from tests.reference import prompt
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BUDGET, SIZES = 20, (36, 1, 1, 20, 1, 20, 1)
 ZONE = {"num_sink_tokens": 2, "residual_length": 6}
+FEW = slowly(FORMATS, ["identity", "int8_asymmetric", "fp8_token", "int4", "nvfp4_mse", "turboquant_3bit_nc", "hadaquant_k3v2"])
+KINDS = slowly(NAMED, EACH_KIND)
 CACHES: dict[str, Callable[..., CompressedCache]] = {
-    **{name: functools.partial(CompressedCache, format=FORMATS[name], **ZONE) for name in COVER},
-    **{name: functools.partial(CompressedCache, format="int8", policy=make(BUDGET)) for name, make in POLICIES.items()},
-    **{f"{name}_shared": functools.partial(CompressedCache, format="int8", policy=make(BUDGET)) for name, make in SHARED.items()},
+    **{name: functools.partial(CompressedCache, format=FORMATS[name], **ZONE) for name in FEW},
+    **{name: functools.partial(CompressedCache, format="int8", policy=make(BUDGET)) for name, make in POLICIES.items() if name in KINDS},
+    **{
+        f"{name}_shared": functools.partial(CompressedCache, format="int8", policy=make(BUDGET))
+        for name, make in SHARED.items()
+        if f"{name}_shared" in KINDS
+    },
     "budget": functools.partial(TurboQuantCache, attention_budget=32, **ZONE),
     "preallocated": functools.partial(TurboQuantCache, max_length=sum(SIZES), **ZONE),
     "preallocated_evicting": functools.partial(CompressedCache, policy=POLICIES["expected_attention"](BUDGET), max_length=sum(SIZES)),

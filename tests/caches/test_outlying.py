@@ -14,6 +14,7 @@ from qkvcache import CompressedCache, PrefixStore, demo, formats, plan, policies
 from qkvcache.batching.statistics import Statistics
 from qkvcache.formats import REGISTRY, resolve
 from qkvcache.formats.outlying import FAR, LEAST, Int8Keys, outlying
+from tests.matrix import covering
 from tests.seeds import SEED
 
 FORMAT, BROKEN = "turboquant_4bit_nc", 1
@@ -62,8 +63,7 @@ def chosen(cache) -> list[bool]:
     return [isinstance(layer.format, Int8Keys) for layer in cache.layers]
 
 
-@pytest.mark.parametrize("prompt", [150, 60])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "prompt"), [*covering(KINDS, [150, 60], strength=1), ("growing", 60)])
 def test_the_layer_alone_has_int8_keys_and_says_so(kind, prompt):
     """After a long prompt, and after a short one, before a token is quantized."""
     text = ids(prompt + 12)

@@ -6,10 +6,13 @@ import transformers
 
 from qkvcache import CompressedCache, PrefixStore, plan, policies
 from qkvcache.releases import CACHE_ARGUMENT, passing
+from tests.matrix import covering
 
 pytestmark = pytest.mark.contract
 
 LIMIT = 48
+KINDS = {"growing": {}, "max_length": {"max_length": 128}, "policy": {"policy": policies.KeyDiff(budget=200)}}
+PROMPTS = {"during_the_answer": LIMIT - 8, "prompt": LIMIT + 8}
 
 
 def rereading(name):
@@ -23,10 +26,9 @@ def rereading(name):
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
-@pytest.mark.parametrize("name", ["phi3", "phimoe"])
-@pytest.mark.parametrize("prompt", [LIMIT - 8, LIMIT + 8], ids=["during_the_answer", "prompt"])
-@pytest.mark.parametrize("options", [{}, {"max_length": 128}, {"policy": policies.KeyDiff(budget=200)}], ids=["", "max_length", "policy"])
-def test_a_text_read_anew_stays_in_the_cache(name, prompt, options):
+@pytest.mark.parametrize(("name", "prompt", "kind"), covering(["phi3", "phimoe"], PROMPTS, KINDS, strength=1))
+def test_a_text_read_anew_stays_in_the_cache(name, prompt, kind):
+    prompt, options = PROMPTS[prompt], KINDS[kind]
     network, ids = rereading(name), torch.randint(3, 100, (2, prompt))
     more = {"max_new_tokens": 20, "do_sample": False, "disable_compile": True}
     expected = network.generate(ids, **more, use_cache=False)

@@ -6,7 +6,7 @@ import torch
 from qkvcache import CompressedCache
 from qkvcache.releases import passing
 from tests.evict.matrix import POLICIES
-from tests.matrix import model
+from tests.matrix import covering, model
 
 KINDS = {
     "growing": {},
@@ -26,8 +26,7 @@ ROWS = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("rows", list(ROWS))
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(("kind", "rows"), covering(KINDS, ROWS, strength=1))
 def test_rows_that_stay_go_on_as_they_were(kind, rows):
     network, ids = model("gemma3"), torch.randint(3, 90, (3, 31))
     cache = CompressedCache(network.config, format="int8", residual_length=8, **KINDS[kind])

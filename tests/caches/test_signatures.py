@@ -27,11 +27,3 @@ def test_a_signature_lists_every_option(kind):
 def test_type_checkers_know_the_same_options():
     assert typing.get_type_hints(FormatOptions).keys() == GENERAL.keys() - {"format"}
     assert typing.get_type_hints(Options).keys() == GENERAL.keys() - {"format"} - OF_FORMATS
-
-
-@pytest.mark.slow
-def test_an_editor_completes_options_of_a_named_cache():
-    jedi = pytest.importorskip("jedi")
-    (signature,) = jedi.Script("from qkvcache.caches import TurboQuantCache\nTurboQuantCache(config, ").get_signatures()
-    shown = {parameter.name for parameter in signature.params}
-    assert shown >= {"preset", "policy", "num_sink_tokens", "residual_length", "skip_layers", "max_length"} and "format" not in shown

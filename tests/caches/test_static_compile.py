@@ -56,7 +56,7 @@ def logits(out) -> Tensor:
     return torch.stack(out.logits)
 
 
-@pytest.mark.parametrize(("name", "attention"), [("deepseek_v3", "sdpa"), ("gptj", "eager")])
+@pytest.mark.parametrize(("name", "attention"), slowly([("deepseek_v3", "sdpa"), ("gptj", "eager")], [("deepseek_v3", "sdpa")]))
 def test_attention_of_other_kinds_compiles(name, attention, compiling, monkeypatch):
     """On the codes of latents, and on dense columns."""
     if name == "deepseek_v3":

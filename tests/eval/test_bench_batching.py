@@ -5,7 +5,6 @@ import json
 import math
 
 import pytest
-import torch
 
 from tests.releases import BATCHING
 
@@ -63,20 +62,3 @@ def test_a_cell_that_fails_is_noted_and_the_others_are_measured(bench, tmp_path,
     bench.main(["--tiny", "--device", "cpu", "--seconds", "0.5", "--caches", "stock", "identity", "--out", str(out)])
     failed, measured = (json.loads(line) for line in out.read_text().splitlines())
     assert failed["failed"] == "RuntimeError: out of luck" and measured["answered"]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")
-def test_measuring_needs_a_gpu(bench, capsys, tmp_path):
-    with pytest.raises(SystemExit):
-        bench.main(["--out", str(tmp_path / "rows.jsonl")])
-    assert "needs a GPU" in capsys.readouterr().err
-
-
-def test_quick_cells(bench, monkeypatch):
-    measured = []
-    monkeypatch.setattr(bench, "measure", measured.append)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    bench.main(["--quick", "--device", "cuda", "--out", "/nowhere/rows.jsonl"])
-    cells = [(cell.cache, cell.users) for cell in bench.cells(measured[0])]
-    four = "turboquant_4bit_nc"
-    assert cells == [("identity", 128), (four, 128), ("identity", 8), (four, 8), ("stock", 8), ("stock", 128)]

@@ -28,22 +28,3 @@ def test_rows_and_tables(bench, tmp_path, capsys):
     assert [row for row in read_rows(file) if "failed" not in row] == [row for row in rows if "failed" not in row]
     assert bench.fitting(lambda: 1) == 1
     assert bench.outcome(lambda: 1 / 0)["failed"].startswith("ZeroDivisionError")
-
-
-def test_nothing_starts_that_would_end_too_late(bench, tmp_path, monkeypatch, capsys):
-    """Each run takes three minutes of eight: the third would not end in time."""
-    clock = [0.0]
-
-    def measure(self, run, profiled):
-        clock[0] += 180
-        return {"ms": 1.0}
-
-    monkeypatch.setattr(bench.Bench, "measure", measure)
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(bench, "tables", lambda rows: [])
-    options = ["--tiny", "--sections", "prefill", "--out", str(tmp_path / "rows.jsonl")]
-    bench.main(options)
-    assert len(read_rows(tmp_path / "rows.jsonl")) == 2
-    assert "no time left for prefill" in capsys.readouterr().err
-    bench.main([*options, "--resume"])
-    assert len(read_rows(tmp_path / "rows.jsonl")) == 4

@@ -46,24 +46,8 @@ def test_nothing_is_measured_without_time_and_older_rows_stay(study, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"what": "quality_demo"}\n')
     with pytest.raises(SystemExit, match="over before"):
-        study[0].main(
-            [
-                "--context",
-                "200",
-                "--passages",
-                "1",
-                "--read-on",
-                "2",
-                "--cases",
-                "1",
-                "--minutes",
-                "0",
-                "--policies",
-                "h2o",
-                "--out",
-                str(file),
-            ]
-        )
+        small = "--context 200 --passages 1 --read-on 2 --cases 1 --minutes 0 --policies h2o"
+        study[0].main([*small.split(), "--out", str(file)])
     assert read_rows(file) == [{"what": "quality_demo"}]
 
 

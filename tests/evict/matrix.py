@@ -43,5 +43,9 @@ SHARED = {
 }
 """Policies whose heads share the budget: `SHARED[name](budget)`."""
 
+NAMED = POLICIES | {f"{name}_shared": make for name, make in SHARED.items()}
+EACH_KIND = ["sink_window", "h2o", "tova", "snapkv", "keydiff", "key_norm", "expected_attention", "h2o_shared", "snapkv_shared"]
+"""One of each kind of score, and budgets of heads."""
+
 CUT_FREE = ["sink_window", "sliding_window", "key_norm", "random"]
 """Those whose tokens do not depend on how a text is cut into steps."""

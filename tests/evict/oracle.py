@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -109,10 +108,6 @@ def evict(row: list[Head], limit: int, guaranteed: Sequence[int] = ()) -> None:
 def turned(x: Tensor, by: int) -> Tensor:
     """Vectors `[..., D]` rotated by `by` positions."""
     return ROPE.rotate(x.reshape(1, 1, -1, DIM), by).view(x.shape)
-
-
-def moments(x: list[float]) -> tuple[float, float]:
-    return statistics.fmean(x), statistics.pstdev(x)
 
 
 class Head:

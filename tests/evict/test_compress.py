@@ -15,7 +15,7 @@ from qkvcache.evict.policies.budget import ONE
 from qkvcache.evict.policies.kvzip import weigh_heads
 from qkvcache.releases import passing
 from tests.allocations import Allocations
-from tests.matrix import UNSUPPORTED, model, slowly
+from tests.matrix import UNSUPPORTED, covering, model, slowly
 from tests.seeds import SEED
 
 LENGTH, BUDGET = 37, 16
@@ -299,8 +299,10 @@ def test_the_cost_of_a_reading_does_not_depend_on_the_context(pads, implementati
         assert seen.counts == [length] * 3 + [28] * (3 * (length // 12))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gemma3n", "gemma4"])
-@pytest.mark.parametrize("implementation", ["eager", "qkvcache", "flex_attention"])
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    covering(["llama", "gemma2", "gpt_oss", "gemma3n", "gemma4"], ["eager", "qkvcache", "flex_attention"], strength=1),
+)
 def test_attention_implementations_score_alike(name, implementation):
     """Rows of 37 and 24 tokens. The last layers of gemma3n and gemma4 have no keys of their own."""
     if (name, implementation) in UNSUPPORTED:

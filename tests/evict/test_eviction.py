@@ -10,9 +10,9 @@ from transformers import DynamicCache
 from qkvcache import CompressedCache
 from qkvcache.attention import route
 from qkvcache.evict.policies.budget import LEAST
-from qkvcache.policies import H2O, Budget, KeyDiff, SlidingWindow, SnapKV
+from qkvcache.policies import H2O, AdaKV, Budget, KeyDiff, SlidingWindow, SnapKV
 from qkvcache.releases import passing
-from tests.evict.matrix import CUT_FREE, POLICIES, KeyNorm
+from tests.evict.matrix import CUT_FREE, EACH_KIND, NAMED, POLICIES, KeyNorm
 from tests.matrix import ATTENTION, UNSUPPORTED, covering, model, slowly
 from tests.reference import ZONES, assert_close, count_decoded_layers, forward
 from tests.seeds import SEED
@@ -128,11 +128,11 @@ def test_the_budget_is_full_at_every_step_and_never_exceeded(name, budget, forma
 
 
 @pytest.mark.parametrize("attention", slowly(IMPLEMENTATIONS, ["sdpa"]))
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", slowly(NAMED, EACH_KIND))
 def test_a_padded_row_equals_its_prompt_alone(name, attention):
     """Prompts below, at and above the budget; a chunk that ends in the padding; steps of several tokens."""
     network = model("llama", attention, layers=2)
-    make = functools.partial(CompressedCache, network.config, policy=POLICIES[name](25))  # rows of 16, 25 and 30 tokens after the prompt
+    make = functools.partial(CompressedCache, network.config, policy=NAMED[name](25))  # rows of 16, 25 and 30 tokens after the prompt
     check_rows(network, make, CUTS["chunked" if attention == "sdpa" else "whole"])
 
 
@@ -173,18 +173,25 @@ def test_intervals_of_padded_rows(cut, format):
     check_rows(network, make, CUTS[cut], None if format is None else TURNED)
 
 
-@pytest.mark.parametrize("name", slowly(["sink_window", "h2o", "tova", "key_norm"], ["h2o", "key_norm"]))
-@pytest.mark.parametrize("format", ["int8", "turboquant_k8v4"])
+@pytest.mark.parametrize(
+    ("name", "format"),
+    covering(slowly(NAMED, ["h2o", "key_norm", "h2o_shared", "snapkv_shared"]), ["int8", "turboquant_k8v4"], strength=1),
+)
 def test_a_padded_row_of_codes_equals_its_prompt_alone(name, format):
     network = model("llama", layers=2)
-    make = functools.partial(CompressedCache, network.config, policy=POLICIES[name](15), format=format, **ZONES["zones"])
+    make = functools.partial(CompressedCache, network.config, policy=NAMED[name](15), format=format, **ZONES["zones"])
     check_rows(network, make, CUTS["whole"], TURNED)
 
 
 @pytest.mark.sums
 @pytest.mark.parametrize(
-    "policy", [H2O(budget=0.5, recent=0.25), H2O(budget=Budget(4, 0.3), recent=3), KeyNorm(budget=0.4, recent=0.2)], ids=str
-)
+    "policy",
+    [
+        H2O(budget=0.5, recent=0.25), H2O(budget=Budget(4, 0.3), recent=3), KeyNorm(budget=0.4, recent=0.2),
+        AdaKV(H2O(budget=0.5, recent=3)),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_shares_are_of_each_row(policy):
     network = model("llama", layers=2)
     check_rows(network, functools.partial(CompressedCache, network.config, policy=policy), CUTS["whole"])
@@ -252,12 +259,12 @@ def assert_generate_equals_a_loop(network, ours, manual, ids, mask, chunk):
 
 
 @pytest.mark.parametrize("chunk", slowly([None, 7], [7]))
-@pytest.mark.parametrize("name", slowly(POLICIES, ["sink_window", "h2o", "snapkv", "keydiff", "key_norm", "expected_attention"]))
+@pytest.mark.parametrize("name", slowly(NAMED, ["sink_window", "h2o", "keydiff", "expected_attention", "snapkv_shared"]))
 def test_generate_equals_a_manual_loop(name, chunk):
     network, (ids, mask) = model("llama", layers=2), inputs(PADS, 29)
-    ours, manual = (CompressedCache(network.config, policy=POLICIES[name](14)) for _ in range(2))
+    ours, manual = (CompressedCache(network.config, policy=NAMED[name](14)) for _ in range(2))
     assert_generate_equals_a_loop(network, ours, manual, ids, mask, chunk)
-    assert kept(ours) == kept(manual) and ours.stored_length() == 14
+    assert kept(ours) == kept(manual) and ((ours.kept_positions() >= 0).sum((1, 2)) == 2 * 14).all()
 
 
 @pytest.mark.parametrize(
@@ -267,11 +274,11 @@ def test_generate_equals_a_manual_loop(name, chunk):
         pytest.param("sdpa", torch.float32, marks=pytest.mark.slow), pytest.param("eager", torch.bfloat16, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", slowly(NAMED, EACH_KIND))
 def test_a_budget_that_is_not_reached_changes_no_bit(name, attention, dtype):
     network = _cast(attention, dtype)
     for sizes, text in ((CUTS["chunked"], inputs()), (CUTS["whole"], inputs((0,)))):
-        ours = run(network, CompressedCache(network.config, policy=POLICIES[name](LENGTH)), sizes, text)
+        ours = run(network, CompressedCache(network.config, policy=NAMED[name](LENGTH)), sizes, text)
         theirs = run(network, DynamicCache(config=network.config), sizes, text)
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 

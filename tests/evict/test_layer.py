@@ -148,8 +148,9 @@ def test_all_layers_look_at_a_mask_once(monkeypatch):
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("policy", [H2O(budget=24, recent=6, interval=2), KeyDiff(budget=24, recent=6, interval=1)], ids=str)
-@pytest.mark.parametrize("pads", [7, 30])
+@pytest.mark.parametrize(
+    ("policy", "pads"), [(H2O(budget=24, recent=6, interval=2), 7), (KeyDiff(budget=24, recent=6, interval=1), 30)], ids=str
+)
 def test_the_ring_of_kernels_is_that_of_torch(monkeypatch, policy, pads):
     """Which counts on the device, wraps round and, where padding leaves no empty slot, is read by a plan."""
     pytest.importorskip("triton")

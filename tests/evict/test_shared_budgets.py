@@ -11,7 +11,7 @@ from qkvcache.storage import PAGE
 from tests.evict.matrix import SHARED
 from tests.evict.oracle import HEADS, Text, columns, drive
 from tests.evict.test_kept import ZONES, check, held
-from tests.matrix import COVER, covering, slowly
+from tests.matrix import THREE, covering, slowly
 from tests.tolerance import same_decoded
 
 TEXTS = {
@@ -48,8 +48,7 @@ def test_the_budget_holds_and_each_head_has_its_share(name):
     assert differ
 
 
-@pytest.mark.parametrize("guaranteed", [(0, 0), (3, 20), (22, 3), (28, 0)], ids=str)
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(("guaranteed", "text"), covering([(0, 0), (3, 20), (22, 3), (28, 0)], TEXTS, strength=1), ids=str)
 def test_heads_are_guaranteed_different_shares(monkeypatch, text, guaranteed):
     """Also more tokens than a row has, which others then take."""
     own = torch.tensor(guaranteed)[None, :, None]
@@ -58,7 +57,7 @@ def test_heads_are_guaranteed_different_shares(monkeypatch, text, guaranteed):
         check(SHARED["snapkv"](14), TEXTS[text], guaranteed, **zones)
 
 
-@pytest.mark.parametrize(("name", "format"), covering(SHARED, ["identity", "int8"], strength=1))
+@pytest.mark.parametrize(("name", "format"), covering(slowly(SHARED, ["snapkv", "h2o"]), ["identity", "int8"], strength=1))
 def test_a_share_of_everything_is_a_budget_for_each_head(name, format):
     shared, own = (replace(SHARED[name](14), alpha_safeguard=alpha) for alpha in (1.0, None))
     for text in TEXTS.values():
@@ -67,7 +66,7 @@ def test_a_share_of_everything_is_a_budget_for_each_head(name, format):
             assert held(ours) == held(theirs)
 
 
-@pytest.mark.parametrize("format", COVER)
+@pytest.mark.parametrize("format", THREE)
 def test_every_format_keeps_what_the_exact_one_keeps(format):
     policy = SHARED["expected_attention"](16)
     expected = [held(layer) for layer in drive(policy, TEXTS["chunked"])]

@@ -1,11 +1,9 @@
 """Budgets that the heads of a layer share (AdaKV), in models: what holds for budgets of each head holds for them too."""
 
 import copy
-import functools
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from qkvcache import CompressedCache
 from qkvcache.caches.memory import bytes_by_role
@@ -17,11 +15,11 @@ from qkvcache.kernels.host import dispatch
 from qkvcache.policies import H2O, AdaKV, KVzip, SnapKV
 from qkvcache.releases import passing
 from tests.evict.matrix import SHARED
-from tests.evict.test_eviction import CUTS, LENGTH, assert_generate_equals_a_loop, check_rows, inputs, kept, live_bytes, run
-from tests.evict.test_eviction_features import generate, llama, prompt, same, state
+from tests.evict.test_eviction import LENGTH, inputs, kept, live_bytes, run
+from tests.evict.test_eviction_features import llama
 from tests.matrix import ATTENTION, FORMATS, model, slowly
-from tests.reference import ZONES, assert_close, count_decoded_layers, forward
-from tests.tolerance import TURNED, of_model, turned
+from tests.reference import assert_close, count_decoded_layers, forward
+from tests.tolerance import of_model, turned
 
 FEW = ["snapkv", "h2o"]
 POLICY = SHARED["snapkv"](15)
@@ -34,25 +32,6 @@ def cache_of(name="snapkv", budget=14, format=None, **options):
 def counts(cache, layer=0):
     """Tokens of each head, `[B, H]`."""
     return (cache.kept_positions(layer) >= 0).sum(-1)
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", slowly(SHARED, FEW))
-def test_a_padded_row_equals_its_prompt_alone(name, attention):
-    network = llama(attention)
-    make = functools.partial(CompressedCache, network.config, policy=SHARED[name](21))
-    check_rows(network, make, CUTS["chunked" if attention == "sdpa" else "whole"])
-
-
-@pytest.mark.parametrize("name", slowly(SHARED, FEW))
-def test_a_padded_row_of_codes_equals_its_prompt_alone(name):
-    make = functools.partial(CompressedCache, llama().config, policy=SHARED[name](15), format="int8", **ZONES["zones"])
-    check_rows(llama(), make, CUTS["whole"], TURNED)
-
-
-def test_shares_of_the_tokens_seen_are_of_each_row():
-    policy = AdaKV(H2O(budget=0.5, recent=3))
-    check_rows(llama(), functools.partial(CompressedCache, llama().config, policy=policy), CUTS["whole"])
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
@@ -101,42 +80,6 @@ def test_memory_is_for_the_tokens_of_all_heads(format):
     found = bytes_by_role(layer.tensors())
     assert found["codes"] + found["scales"] <= 1.1 * layer.format.bytes_per_token(32, 1) * heads * budget + 10_000
     assert found["bookkeeping"] <= 1.1 * 8 * heads * budget + 2_000  # a position and a score; and a table of a 64th of it for each head
-
-
-@pytest.mark.parametrize("name", slowly(SHARED, FEW))
-def test_a_budget_that_is_not_reached_changes_no_bit(name):
-    network = llama()
-    for sizes, text in ((CUTS["chunked"], inputs()), (CUTS["whole"], inputs((0,)))):
-        ours = run(network, cache_of(name, LENGTH), sizes, text)
-        theirs = run(network, DynamicCache(config=network.config), sizes, text)
-        assert same(ours, theirs)
-
-
-@pytest.mark.parametrize("format", [None, "int8"])
-def test_a_share_of_everything_is_a_budget_for_each_head(format):
-    policies = AdaKV(own := SnapKV(budget=14, interval=1, window_size=4, recent=3), 1.0), own
-    caches = [CompressedCache(llama().config, policy=policy, format=format, **ZONES["zones"]) for policy in policies]
-    ours, theirs = (run(llama(), cache, CUTS["whole"]) for cache in caches)
-    assert kept(caches[0]) == kept(caches[1])
-    for a, b in zip(ours, theirs, strict=True):
-        assert_close(a, b, of_model(llama()))
-
-
-@pytest.mark.parametrize("chunk", [None, 7])
-def test_generate_equals_a_manual_loop(chunk):
-    network, (ids, mask) = llama(), inputs(length=29)
-    ours, manual = cache_of(), cache_of()
-    assert_generate_equals_a_loop(network, ours, manual, ids, mask, chunk)
-    assert kept(ours) == kept(manual) and (counts(ours).sum(-1) == 2 * 14).all()
-
-
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}], ids=str)
-def test_beams(options):
-    network, inputs = llama(), prompt(2)
-    expected = generate(network, DynamicCache(config=network.config), inputs, **options)
-    assert torch.equal(generate(network, cache_of(budget=60), inputs, **options), expected)
-    generate(network, cache := cache_of(format="int8"), inputs, **options)
-    assert (counts(cache).sum(-1) == 2 * 14).all() and len(counts(cache)) == 6
 
 
 @pytest.mark.parametrize(("format", "prompt"), [(None, 30), ("int8", 30), ("int8", 4)])
@@ -220,27 +163,6 @@ def test_a_context_that_is_read_twice():
         found[alpha] = kept(cache)
         assert forward(network, cache, ids, mask, 40, 41).isfinite().all()
     assert found[1.0] == found[None] != found[0.2]
-
-
-REFUSED = [
-    ({"max_length": 64}, NotImplementedError, "alpha_safeguard=0.2 with max_length"),
-    ({"compile": True}, NotImplementedError, "alpha_safeguard=0.2 with compile=True"),
-    ({"offloading": True}, NotImplementedError, "offloading=True with a policy"),
-]
-
-
-@pytest.mark.parametrize(("options", "error", "says"), REFUSED, ids=str)
-def test_what_is_refused(options, error, says):
-    with pytest.raises(error, match=says):
-        cache_of(**options)
-
-
-def test_steps_back_are_refused():
-    generate(llama(), cache := cache_of())
-    before = state(cache)
-    with pytest.raises(NotImplementedError, match="take steps back"):
-        cache.crop(-1)
-    assert same(state(cache), before)
 
 
 def test_the_embedded_model_answers():

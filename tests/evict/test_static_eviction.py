@@ -1,7 +1,6 @@
 """Policies with `max_length`: what the growing cache keeps and answers with `interval=1`, in place and in one graph."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -179,15 +178,3 @@ def test_a_step_with_gradients(model):
     logits = model(ids[:, 20:21], **passing(cache)).logits
     other = CompressedCache(CONFIG, format="int8", max_length=100, **ZONES)
     torch.testing.assert_close(logits[0].detach(), feed(model, other, ids, (20, 1))[-1], rtol=0, atol=2e-3)
-
-
-def test_what_is_refused():
-    share = dataclasses.replace(POLICIES["h2o"], budget=0.5)
-    for options, message in (
-        ({"policy": share}, "a share has no fixed size"),
-        ({"policy": policies.SinkWindow(positions="cache")}, "sinks are rotated again"),
-        ({"format": "int8", "offloading": True}, "no fixed address"),
-    ):
-        with pytest.raises(NotImplementedError, match=message):
-            CompressedCache(CONFIG, max_length=100, **options)
-    assert "1 of 2 compressed" in repr(CompressedCache(CONFIG, format="int8", skip_layers=(0,), max_length=90))

@@ -4,16 +4,14 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor
 
-from qkvcache.formats import REGISTRY, Codec, Format, Int8, resolve
+from qkvcache.formats import FP8, NVFP4, REGISTRY, Codec, Format, HadaQuant, Int4, Int8, TurboQuant, resolve
 from tests import promises
 from tests.matrix import COVER, FORMAT_ERRORS, FORMATS
 from tests.promises import FORMAT_CHECKS, roundtrip
 from tests.promises import rms_error as error
 
 DIMS = [64, 80, 96, 112, 128, 192, 256]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OF_SHAPES = (promises.returns_what_is_declared, promises.counts_its_bytes)
 
 every_format = pytest.mark.parametrize("name", FORMATS)
@@ -26,10 +24,6 @@ def sides(name: str) -> tuple[Codec, ...]:
 def accepted(name: str) -> list[int]:
     """An int4 scale of 32 channels fits neither 80 nor 112; everything else fits everywhere."""
     return [dim for dim in DIMS if not (name in ("int4", "int4_group") and dim in (80, 112))]
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.sums
@@ -107,6 +101,44 @@ def test_small_numbers(name):
 def test_refusals_name_the_format_the_number_and_a_way_out(name):
     with pytest.raises(ValueError, match=f"format '{name}' cannot hold (keys|values) of head_dim 65: .*multiple.*; use '"):
         FORMATS[name].check(65)
+
+
+REFUSED = [
+    (FP8, {"dtype": "e3m4"}, "dtype='e3m4': expected 'e4m3' or 'e5m2'"),
+    (FP8, {"scale": "head"}, "scale='head': expected 'token_head', 'token' or 'tensor'"),
+    (Int4, {"rule": "gptq"}, "rule='gptq': expected 'hadamard', 'vllm' or 'group'"),
+    (Int4, {"group_size": 0}, "group_size=0"),
+    (Int4, {"group_size": 32.0}, "group_size=32.0"),
+    (Int4, {"rule": "vllm", "group_size": 64}, "group_size=64 with rule='vllm'"),
+    (Int8, {"scale": "head"}, "scale='head': expected 'token_head' or 'token'"),
+    (Int8, {"scale": "token", "symmetric": False}, "scale='token' with symmetric=False"),
+    (NVFP4, {"scale_search": "max"}, "scale_search='max': expected 'amax', 'four_over_six' or 'mse'"),
+    (TurboQuant, {"preset": "2bit"}, "preset='2bit': expected 'k8v4', '4bit_nc', 'k3v4_nc' or '3bit_nc'"),
+    (HadaQuant, {"key_bits": 5}, "key_bits=5: expected 2, 3 or 4"),
+]
+"""Options that formats refuse."""
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), REFUSED)
+def test_wrong_options_are_refused(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**options)
+
+
+@pytest.mark.parametrize(
+    ("format", "head_dim", "message", "others"),
+    [
+        (Int4(), 80, "head_dim 80: group_size=32 does not divide it; group_size=16 does", [Int4(group_size=16), Int4("vllm")]),
+        (NVFP4(), 72, "head_dim 72: scales span 16 channels.*use 'int4_vllm'", []),
+        (TurboQuant("k3v4_nc"), 68, "keys of head_dim 68: 3-bit codes are read 16 channels at a time", [TurboQuant("4bit_nc")]),
+    ],
+    ids=str,
+)
+def test_head_dims_are_refused_with_what_holds_them(format, head_dim, message, others):
+    with pytest.raises(ValueError, match=message):
+        format.check(head_dim)
+    for other in others:
+        other.check(head_dim)
 
 
 def test_covering_formats_have_every_kind_of_the_registry():

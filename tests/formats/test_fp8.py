@@ -6,7 +6,6 @@ import torch
 from qkvcache.formats import FP8
 from qkvcache.formats.fp8 import VALUES
 from tests.promises import encode, roundtrip
-from tests.promises import rms_error as error
 
 TOP = {"e4m3": 448.0, "e5m2": 57344.0}
 DTYPES = ["e4m3", "e5m2"]
@@ -67,21 +66,6 @@ def test_scale_spans_what_it_says(dtype, scale, span):
     assert torch.equal(encode(FP8(dtype, scale).value, x)["scale"], expected)
 
 
-@pytest.mark.parametrize("scale", ["token_head", "token", "tensor"])
-def test_the_largest_comes_back_exactly(scale):
-    x = torch.randn(1, 2, 200, 64)
-    at = x.abs().argmax()
-    torch.testing.assert_close(roundtrip(FP8(scale=scale).value, x).flatten()[at], x.flatten()[at], rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_error_is_half_a_step(dtype):
-    x = torch.randn(2, 3, 40, 64)
-    relative, step = (2**-4, 2**-9) if dtype == "e4m3" else (2**-3, 2**-16)
-    scale = x.abs().amax(-1, keepdim=True) / TOP[dtype]
-    assert ((roundtrip(FP8(dtype).value, x) - x).abs() <= x.abs() * relative * 1.001 + scale * step * 0.5).all()
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scale_of_all_tokens_saturates_what_comes_later(dtype):
     codec = FP8(dtype, scale="tensor").value
@@ -106,20 +90,3 @@ def test_tensor_scale_ignores_other_rows():
     x[1] *= 1000
     codec = FP8(scale="tensor").value
     assert torch.equal(codec.calibrate(x)["scale"][:1], codec.calibrate(x[:1])["scale"])
-
-
-def test_e5m2_errs_twice_as_much():
-    x = torch.randn(2, 3, 40, 128)
-    assert 1.9 < error(FP8("e5m2").value, x) / error(FP8().value, x) < 2.1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dtype": "e3m4"}, "dtype='e3m4': expected 'e4m3' or 'e5m2'"),
-        ({"scale": "head"}, "scale='head': expected 'token_head', 'token' or 'tensor'"),
-    ],
-)
-def test_refuses_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        FP8(**options)

@@ -5,7 +5,6 @@ import torch
 
 from qkvcache.formats import NVFP4, REGISTRY
 from tests.promises import encode, roundtrip
-from tests.promises import rms_error as error
 
 SEARCHES = ["amax", "four_over_six", "mse"]
 
@@ -117,11 +116,6 @@ def test_searching_never_errs_more(scale):
     assert scale == "tiny" or mse.sum() < four_over_six.sum() < amax.sum()
 
 
-def test_distortion_of_each_search():
-    x = torch.randn(1, 2, 400, 128)
-    assert [error(NVFP4(search).value, x) ** 2 for search in SEARCHES] == pytest.approx([0.0091, 0.0076, 0.0067], rel=0.02)
-
-
 @pytest.mark.parametrize("search", SEARCHES)
 def test_scale_has_a_floor_and_a_ceiling(search):
     small, large = torch.full((1, 1, 1, 16), 1e-5), torch.full((1, 1, 1, 16), -1e5)
@@ -144,10 +138,3 @@ def test_only_the_block_of_what_is_not_finite_is_lost(search, bad):
 
 def test_a_search_unless_its_name_is_the_authors():
     assert NVFP4() == REGISTRY["nvfp4_mse"] and REGISTRY["nvfp4"] == NVFP4("amax")
-
-
-def test_refuses():
-    with pytest.raises(ValueError, match="head_dim 72: scales span 16 channels.*use 'int4_vllm'"):
-        NVFP4().check(72)
-    with pytest.raises(ValueError, match="scale_search='max': expected 'amax', 'four_over_six' or 'mse'"):
-        NVFP4("max")

@@ -1,4 +1,4 @@
-"""A compressed layer: what `update` returns, moving rows, refusals, memory."""
+"""A compressed layer, which grows or is preallocated: what `update` returns, moving rows, refusals, memory."""
 
 import copy
 import pickle
@@ -18,16 +18,24 @@ from tests.matrix import FORMATS as REGISTRY
 from tests.tolerance import same_decoded
 from tests.updates import BAD_UPDATES, DIM, HEADS, ROWS, VALUE_DIM, new
 
+LIMIT = 90
+every_kind = pytest.mark.parametrize("limit", [None, LIMIT], ids=["growing", "preallocated"])
 
-def filled(*sizes: int, format: str = "turboquant_4bit_nc", first: int = 2, recent: int = 8) -> CompressedLayer:
-    layer = CompressedLayer(REGISTRY[format], first, recent)
+
+def filled(*sizes: int, format: str = "turboquant_4bit_nc", first: int = 2, recent: int = 8, limit: int | None = None) -> CompressedLayer:
+    layer = CompressedLayer(REGISTRY[format], first, recent, limit)
     for size in sizes or (50, 1, 1):
         layer.update(*new(size))
     return layer
 
 
-def same(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
+def same(a, b) -> bool:
+    a, b = list(a), list(b)
     return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def addresses(layer: CompressedLayer) -> list[int]:
+    return [x.data_ptr() for _, x in layer.tensors()]
 
 
 def same_tokens(layer: CompressedLayer, expected: tuple[Tensor, ...]) -> bool:
@@ -53,10 +61,11 @@ def state(layer: CompressedLayer) -> list:
 # update
 
 
-@pytest.mark.parametrize("zones", [{}, {"first": 0, "recent": 0}])
+@every_kind
+@pytest.mark.parametrize("zones", [(4, 64), (0, 0), (2, 0)])
 @pytest.mark.parametrize("format", COVER)
-def test_update_returns_the_tensors_and_then_handles(format, zones):
-    layer = CompressedLayer(REGISTRY[format], *zones.values())
+def test_update_returns_the_tensors_and_then_handles(format, zones, limit):
+    layer = CompressedLayer(REGISTRY[format], *zones, limit)
     given = new(40)
     assert all(got is x for got, x in zip(layer.update(*given), given, strict=True))
     for size in (1, 3, 20):
@@ -66,11 +75,12 @@ def test_update_returns_the_tensors_and_then_handles(format, zones):
         assert handles[0].attention_inputs is handles[1].attention_inputs
         # A step of one token is in the residual before attention, which the oldest leave for it.
         seen = layer.dense() if size == 1 else [torch.cat(pair, dim=2) for pair in zip(before, given, strict=True)]
-        for handle, past, x in zip(handles, seen, given, strict=True):
-            assert torch.equal(handle.dense(), past)
+        for handle, past, x, codec in zip(handles, seen, given, layer.format.codecs(), strict=True):
+            assert same_decoded(handle.dense(), past, codec)
             assert torch.equal(handle.dense()[:, :, -size:], x)
     assert layer.get_seq_length() == 64
-    assert layer.get_mask_sizes(5) == (69, 0)
+    with torch.no_grad():
+        assert layer.get_mask_sizes(5) == (limit or 69, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -82,18 +92,26 @@ def test_dense_is_in_the_models_dtype(dtype):
     assert [tuple(x.shape) for x in layer.dense()] == [(ROWS, HEADS, 41, DIM), (ROWS, HEADS, 41, VALUE_DIM)]
 
 
-def test_gradients_reach_the_new_tokens():
-    layer = filled()
+@every_kind
+def test_gradients_reach_the_new_tokens(limit):
+    layer, plain = (CompressedLayer(REGISTRY["turboquant_4bit_nc"], 2, 8, limit) for _ in range(2))
+    past, x = new(50), new(3)
+    layer.update(*past), plain.update(*past)
     before = layer.dense()
-    given = tuple(x.requires_grad_() for x in new(3))
-    got = layer.update(*given)
-    assert all(isinstance(x, Tensor) for x in got)
-    assert same(tokens(got, 52), before)
-    weights = [torch.randn_like(x) for x in got]
-    sum((x * w).sum() for x, w in zip(got, weights, strict=True)).backward()
-    assert same(tuple(x.grad for x in given), tuple(w[:, :, 52:] for w in weights))
-    assert not any(t.requires_grad for _, t in layer.tensors())
-    assert layer.get_seq_length() == 55
+    for step in (x, tuple(side[:, :, :1] for side in x)):
+        held = layer.get_seq_length()
+        graded = tuple(side.clone().requires_grad_() for side in step)
+        got = layer.update(*graded)
+        plain.update(*step)
+        assert all(type(side) is Tensor for side in got)
+        past = before if step[0].shape[2] > 1 else layer.dense()  # a step of one token is stored before its attention
+        assert same(tokens(got, held), tokens(past, held))
+        weights = [torch.randn_like(side) for side in got]
+        sum((side * w).sum() for side, w in zip(got, weights, strict=True)).backward()
+        assert same([side.grad for side in graded], [w[:, :, held:] for w in weights])
+        assert not any(x.requires_grad for _, x in layer.tensors())
+        assert same(layer.dense(), plain.dense())
+        before = layer.dense()
 
 
 def test_the_first_update_keeps_gradients_and_stores_none():
@@ -118,24 +136,28 @@ def test_dropped_gradients_are_told_once(recwarn):
     assert ["gradients do not reach the tokens in the cache" in str(x.message) for x in recwarn] == [True]
 
 
+@every_kind
 @pytest.mark.parametrize("modes", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)])
-def test_inference_mode_may_come_and_go(modes):
-    layer, plain, given = filled(50), filled(50), [new(n) for n in (40, 1, 30, 1, 70)]
-    layer.reset(), plain.reset()
-    for i, pair in enumerate(given):
-        plain.update(*pair)
+def test_inference_mode_may_come_and_go(modes, limit):
+    layer, plain = (CompressedLayer(REGISTRY["turboquant_4bit_nc"], 2, 8, limit) for _ in range(2))
+    for i, size in enumerate((40, 1, 20, 1, 1, 3)):
+        x = new(size)
+        plain.update(*x)
         with modes[i % 2]():
-            layer.update(*pair)
+            layer.update(*x)
+            layer.reorder_cache(torch.arange(ROWS))
+            layer.crop(0)
     assert same(layer.dense(), plain.dense())
 
 
 # Rows and lengths
 
 
+@every_kind
 @pytest.mark.sums
-def test_crop():
-    layer = filled(50, 9)
-    before = layer.dense()
+def test_crop(limit):
+    layer = filled(50, 9, limit=limit)
+    before, kept = layer.dense(), addresses(layer)
     layer.crop(0)
     assert same(layer.dense(), before)
     length = 59
@@ -143,19 +165,25 @@ def test_crop():
         layer.crop(-count)
         length -= count
         assert layer.get_seq_length() == length and same_tokens(layer, tokens(before, length))
+    assert layer.storage.tokens.length == 30  # what was encoded stays encoded: no token is left in the ring
     given = new(3)
     layer.update(*given)
     assert same_tokens(layer, tuple(torch.cat(pair, dim=2) for pair in zip(tokens(before, length), given, strict=True)))
     layer.crop(-34)  # into the first zone
     assert same_tokens(layer, tokens(before, 1))
     layer.crop(-1000)
-    assert layer.get_seq_length() == 0
+    assert layer.get_seq_length() == 0 and (limit is None or addresses(layer) == kept)
     assert all(got is x for got, x in zip(layer.update(*given), given, strict=True))
 
 
-def test_rows_move_together():
-    layer = filled(format="fp8_tensor")
-    before = layer.dense()
+@every_kind
+@pytest.mark.parametrize("format", ["fp8_tensor", "int8_asymmetric"])
+def test_rows_move_together(format, limit):
+    layer = filled(50, 9, format=format, limit=limit)
+    before, kept = layer.dense(), addresses(layer)
+    layer.reorder_cache(torch.tensor([1, 1, 0]))
+    before = rows(before, [1, 1, 0])
+    assert same(layer.dense(), before) and (limit is None or addresses(layer) == kept)
     for move, index in (
         (lambda: layer.reorder_cache(torch.tensor([2, 2, 0])), [2, 2, 0]),
         (lambda: layer.batch_select_indices(torch.tensor([1, 2])), [1, 2]),
@@ -165,26 +193,29 @@ def test_rows_move_together():
         move()
         before = rows(before, index)
         assert same(layer.dense(), before)
-    given = new(60, rows=2)
+    given = new(30, rows=2)
     handles = layer.update(*given)
     assert same(tuple(handle.dense() for handle in handles), tuple(torch.cat(pair, dim=2) for pair in zip(before, given, strict=True)))
 
 
-def test_moving_an_empty_layer_is_nothing():
-    layer = CompressedLayer(REGISTRY["int8"])
+@every_kind
+def test_moving_an_empty_layer_is_nothing(limit):
+    layer = CompressedLayer(REGISTRY["int8"], max_length=limit)
     layer.reorder_cache(torch.tensor([0]))
     layer.batch_repeat_interleave(2)
     layer.offload()
     layer.prefetch()
     layer.crop(-3)
     layer.reset()
-    assert layer.get_seq_length() == 0 and list(layer.tensors()) == []
+    assert layer.get_seq_length() == 0 and list(layer.tensors()) == [] and layer.dense_bytes == 0
+    assert layer.get_mask_sizes(7) == (7, 0) and layer.get_max_length() == (limit or -1)
     with pytest.raises(ValueError, match="empty"):
         layer.dense()
 
 
-def test_offload_and_prefetch_move_every_tensor():
-    layer = filled(format="fp8_tensor")
+@pytest.mark.parametrize("format", COVER)
+def test_offload_and_prefetch_move_every_tensor(format):
+    layer = filled(format=format)
     before = layer.dense()
     layer.offload()
     assert {t.device.type for _, t in layer.tensors()} == {"cpu"} and same(layer.dense(), before)
@@ -203,14 +234,20 @@ def test_reset_starts_over():
     assert layer.update(*given)[0] is given[0]
 
 
+@every_kind
 @pytest.mark.sums
-def test_a_copy_lives_its_own_life():
-    layer = filled()
-    before, twin = layer.dense(), copy.deepcopy(layer)
-    twin.update(*new(70))
-    twin.crop(-100)
-    assert same(layer.dense(), before)
+def test_a_copy_lives_its_own_life(limit):
+    layer = filled(format="fp8_tensor", limit=limit)
+    before, held, twin = layer.dense(), state(layer), copy.deepcopy(layer)
+    assert not set(addresses(layer)) & set(addresses(twin))
+    assert limit is None or layer.storage.inputs.handle is not twin.storage.inputs.handle
+    exact = *twin.storage.sinks, *twin.storage.residual
+    assert all(a is b for a, b in zip((*twin.storage.inputs.sinks, *twin.storage.inputs.ring), exact, strict=True))
+    twin.update(*new(30))
+    twin.crop(-60)
     assert same_tokens(twin, tokens(before, 22))
+    twin.reorder_cache(torch.tensor([1, 1, 0])), twin.reset()
+    assert state(layer) == held
 
 
 @pytest.mark.parametrize(
@@ -236,9 +273,10 @@ def test_a_handle_outlives_what_happens_to_the_layer(change):
 # Refusals
 
 
+@every_kind
 @pytest.mark.parametrize("bad", BAD_UPDATES)
-def test_a_refused_update_changes_nothing(bad):
-    layer = filled()
+def test_a_refused_update_changes_nothing(bad, limit):
+    layer = filled(limit=limit)
     before = state(layer)
     with pytest.raises(ValueError, match=r"\[3, 2, 52, \d+\].*reset\(\)|differ in batch"):
         layer.update(*BAD_UPDATES[bad])
@@ -246,17 +284,19 @@ def test_a_refused_update_changes_nothing(bad):
     layer.update(*new(1))
 
 
+@every_kind
 @pytest.mark.parametrize("dims", [(65, 64), (64, 65)])
-def test_a_refused_head_dim_leaves_the_layer_empty(dims):
-    layer = CompressedLayer(REGISTRY["int4"])
+def test_a_refused_head_dim_leaves_the_layer_empty(dims, limit):
+    layer = CompressedLayer(REGISTRY["int4"], max_length=limit)
     with pytest.raises(ValueError, match="cannot hold (keys|values) of head_dim 65"):
         layer.update(*new(3, dims=dims))
     assert not layer.is_initialized and layer.get_seq_length() == 0 and list(layer.tensors()) == []
     layer.update(*new(3))
 
 
-def test_a_refused_crop_changes_nothing():
-    layer = filled()
+@every_kind
+def test_a_refused_crop_changes_nothing(limit):
+    layer = filled(limit=limit)
     before = state(layer)
     with pytest.raises(ValueError, match=r"crop\(3\): pass a negative number"):
         layer.crop(3)

@@ -1,6 +1,7 @@
 """Pages: appending, truncating, selecting and forking rows give what plain tensors would, without copies that nobody needs."""
 
 import copy
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 
 from qkvcache.storage import MAX_GROWTH, PAGE, RowPages, paged
 from tests.matrix import FORMATS as REGISTRY
+from tests.plain_cache import PlainLayer
 from tests.seeds import SEED
+from tests.tolerance import same_decoded
 
 DIM = 16
 HEADS = 2
@@ -52,29 +55,6 @@ def filled(name: str, *sizes: int, rows: int = 2) -> RowPages:
     return tokens
 
 
-class Plain:
-    """Codes in plain tensors."""
-
-    def __init__(self, name: str):
-        self.codec, self.codes, self.statistics = CODECS[name], ({}, {}), ({}, {})
-
-    def append(self, x):
-        self.statistics = self.statistics if any(self.statistics) else tuple(map(self.codec.calibrate, x))
-        new = [self.codec.quantize(side, kept) for side, kept in zip(x, self.statistics, strict=True)]
-        self.codes = tuple(
-            {key: torch.cat([held[key], t], dim=2) if held else t for key, t in side.items()}
-            for held, side in zip(self.codes, new, strict=True)
-        )
-
-    def truncate(self, length):
-        self.codes = tuple({key: t[:, :, :length] for key, t in held.items()} if length else {} for held in self.codes)
-
-    def select(self, rows):
-        self.codes, self.statistics = (
-            tuple({key: t[rows] for key, t in side.items()} for side in group) for group in (self.codes, self.statistics)
-        )
-
-
 operations = st.lists(
     st.one_of(
         st.tuples(st.just("append"), st.integers(1, 150)),
@@ -93,29 +73,32 @@ operations = st.lists(
 def test_forks_equal_plain_tensors(name, layout, data):
     """Each operation is of one of the forks; none changes the others."""
     torch.manual_seed(SEED)
-    forks = [(empty(name), Plain(name))]
+    codec = CODECS[name]
+    forks = [(empty(name), PlainLayer(SimpleNamespace(codecs=lambda: (codec, codec)), 0, -1))]  # of which every token is in codes
     for what, n in data.draw(operations):
         tokens, plain = forks[data.draw(st.integers(0, len(forks) - 1))]
         rows = len(tokens.numbers)
         if what == "append":
             x = both(torch.randn(rows, HEADS, n, DIM))
-            tokens.calibrate(x), tokens.append(x), plain.append(x)
+            tokens.calibrate(x), tokens.append(x), plain.update(x)
         elif what == "truncate":
-            n = min(n, tokens.length)
-            tokens.truncate(n), plain.truncate(n)
+            n = min(max(n, 1), tokens.length)
+            plain.crop(tokens.length - n), tokens.truncate(n)
         elif what == "select":
             index = [i % rows for i in n]
-            tokens.select(index), plain.select(index)
+            tokens.select(index)
+            if plain.seen:
+                plain.select(index)
         elif what == "fork":
-            forks.append((tokens.fork(), copy.deepcopy(plain)))
+            forks.append((tokens.fork(), plain.fork()))
         elif len(forks) > 1:
             gone, _ = forks.pop(n % len(forks))
             gone.pool.release(gone.numbers)
         for tokens, plain in forks:
-            for side in (0, 1):
-                held = stored(tokens, side)
-                assert held.keys() == plain.codes[side].keys()
-                assert all(torch.equal(held[key], plain.codes[side][key]) for key in held)
+            assert tokens.length == plain.seen
+            for side in (0, 1) if plain.seen else ():
+                held = stored(tokens, side) | dict(tokens.statistics[side])
+                assert same_decoded(codec.dequantize(held, DIM), plain.dense()[side], codec)
                 assert all(torch.equal(tokens.statistics[side][key], x) for key, x in plain.statistics[side].items())
     for pool in {tokens.pool for tokens, _ in forks}:
         owners = numpy.zeros_like(pool.owners)
