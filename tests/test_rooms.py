@@ -15,7 +15,7 @@ PARAMETERS = 45
 """Of a device function."""
 FIELDS = 10
 """Of a record of the core."""
-NAMED = {"evict": 248, "latents": 65}
+NAMED = {"evict": 241}
 """Lines elsewhere that name a room, where they are more than `MOST_NAMED`."""
 MOST_NAMED = 60
 LAZY = {"qkvcache"}

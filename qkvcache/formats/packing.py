@@ -15,7 +15,7 @@ halves    codes of 4 bits in two planes, so that the upper two bits can be read 
           low bits: the same, with the channels of each nibble swapped: nibble e holds channel 2e + 1, then channel 2e. Then one select of
           bits from both planes makes nibbles that are the codes of odd channels, another the codes of even channels with halves exchanged
 
-Reading goes through `lookup`: a table indexed by 12 or 16 bits at a time holds the dequantized values of two or four channels, so that one
+Reading goes through `lookup`: a table for 12 or 16 bits at a time holds the dequantized values of two or four channels, so that one
 gather yields many channels. On a CPU this is twice as fast as shifting, masking and interleaving.
 """
 

@@ -186,7 +186,7 @@ def plan(
     Args:
         format, policy, num_sink_tokens, residual_length, skip_layers, attention_budget, offload_pages: as
             CompressedCache takes them. Without format and policy, the plan is for a DynamicCache, or with `max_length`
-            for a StaticCache. With `offload_pages`, `gpu_memory` must hold what is not in host memory.
+            for a StaticCache. `gpu_memory` must hold what is not in host memory.
         context: tokens of a request, prompt and answer together. None: the longest of `requests`.
         prompt: tokens of the context that are read at once; None: all. Phi-3 and its kin read a text anew when it passes
             `original_max_position_embeddings`, and these tokens then count. Pages for later tokens are added as the cache

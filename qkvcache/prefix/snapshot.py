@@ -46,7 +46,7 @@ STOCK = {
 STATE = "state."
 """The beginning of the names of states."""
 INDEXER = "indexer."
-"""The beginning of the names of an indexer's tensors, `[B, N, T, width]`."""
+"""The beginning of the names of its tensors, `[B, N, T, width]`."""
 INT8_KEYS = "int8_keys"
 """The number, 1, that says that a layer chose int8 for its keys (`CompressedLayer.instead`)."""
 STATES = vars(LinearAttentionLayer()).keys() - {"device", "dtype"}

@@ -56,9 +56,9 @@ class HostPool(PagePool):
 
     def __init__(self, layout: PageLayout, device: torch.device, by_address: bool):
         super().__init__(layout, device, by_address)
-        indexed = by_address or device.type == "meta"  # which is for planning
+        has_index = by_address or device.type == "meta"  # which is for planning
         of_index = IndexLayout(*(getattr(layout, field.name) for field in fields(layout)))
-        self.index = PagePool(of_index, device, True) if indexed else None
+        self.index = PagePool(of_index, device, True) if has_index else None
 
     def allocate(self, groups: int, neighbours: int) -> Numbers:
         numbers = super().allocate(groups, neighbours)

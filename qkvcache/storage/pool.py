@@ -323,7 +323,7 @@ def _words(plane: Tensor, neighbours: int) -> Tensor:
 
 
 def _in_words(x: Tensor) -> Tensor:
-    return x.view(torch.int64) if x.numel() else x  # latents may have no rotated channels
+    return x.view(torch.int64) if x.numel() else x  # a side may have no channels
 
 
 def aligned(count: int, to: int) -> int:
