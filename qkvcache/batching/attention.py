@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..attention.masks import HARMLESS
-from ..kernels import PagedInputs, Pair, attend_pages
+from ..kernels import PagedInputs, Pair, attend_pages, plan_pages
 from ..kernels.attend.chunked import attend_chunked_pages, supports_queries
 from .gather import gather_rows
 from .reproducible import attend_by_page
@@ -133,8 +133,16 @@ def paged_attention(
 
 def attend_rows(store: PageStore, layer: int, rows: Rows, query: Tensor, options: dict[str, Any]) -> Tensor:
     """Attention `[1, Hq, B, D]` of rows with one query each, `[1, Hq, B, D]`; `options`: see `varlen_attention`."""
-    given = {"scaling": options["scaling"], "softcap": options["softcap"], "sinks": options["s_aux"]}
-    return attend_pages(query.permute(2, 1, 0, 3), store.inputs(layer, rows), **given)[0].permute(2, 1, 0, 3)
+    scaling, softcap, sinks = options["scaling"], options["softcap"], options["s_aux"]
+    query, inputs, key = query.permute(2, 1, 0, 3), store.inputs(layer, rows), (scaling, softcap, sinks is None)
+    plan = rows.plans.get(key)
+    if plan is None or not plan.fits(query, inputs):
+        plan = rows.plans[key] = plan_pages(query, inputs, scaling=scaling, softcap=softcap, sinks=sinks)
+    if plan is None:
+        out = attend_pages(query, inputs, scaling=scaling, softcap=softcap, sinks=sinks)[0]
+    else:
+        out = plan.run(query, inputs, sinks)[0]
+    return out.permute(2, 1, 0, 3)
 
 
 def attend_chunks(store: PageStore, layer: int, chunks: PromptChunks, query: Tensor, new: Pair, options: dict[str, Any]) -> Tensor:

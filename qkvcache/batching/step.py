@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import numpy
 import torch
@@ -186,6 +187,7 @@ class Rows:
 
     at: indices of their queries in the batch; None: the rows are the whole batch.
     tiles: `gather_tiles` of all tokens of chunks.
+    plans: plans of attention that a layer has made for the layers after it, by options.
     """
 
     columns: Tensor
@@ -194,6 +196,7 @@ class Rows:
     splits: Splits | None = None
     at: slice | Tensor | None = None
     tiles: Tensor | None = None
+    plans: dict[tuple, Any] = field(default_factory=dict)
 
 
 class PromptChunks:

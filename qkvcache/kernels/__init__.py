@@ -21,6 +21,7 @@ from .host.dispatch import (
     observes_slots,
     on_triton,
     plan_on_codes,
+    plan_pages,
     prepare,
     quantize_into,
     quantizes,

@@ -158,7 +158,12 @@ def plan_on_codes(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor
     """The plan of `attend_on_codes` for layers that are alike (`plan.Plan`); None where there is no kernel, or each layer chooses what it
     reads."""
     inputs = attention_inputs.paged
-    if inputs is None or attention_inputs.by_head or chooses(inputs, query) or not fuses("attend.launches", inputs, query):
+    return None if inputs is None or attention_inputs.by_head else plan_pages(query, inputs, mask, **options)
+
+
+def plan_pages(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, **options: Unpack[Options]) -> Any:
+    """The plan of `attend_pages` for layers that are alike (`plan.Plan`); None as in `plan_on_codes`."""
+    if chooses(inputs, query) or not fuses("attend.launches", inputs, query):
         return None
     return module("attend.plan").plan_pages(query, inputs, mask, **options)
 
