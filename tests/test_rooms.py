@@ -104,3 +104,12 @@ def test_few_lines_elsewhere_name_a_room():
 
 def test_the_core_is_small():
     assert rooms.core_lines() <= CORE_LINES, "a new feature is a room; name its lines before it is begun"
+
+
+def test_a_feature_without_its_room_is_refused(monkeypatch):
+    from qkvcache import rooms as registry
+
+    assert all(registry.feature(name) for name in registry.FEATURES)
+    monkeypatch.setitem(registry.FEATURES, "saving", "none")
+    with pytest.raises(NotImplementedError, match="saving: this installation of qkvcache comes without 'none'"):
+        registry.feature("saving")
