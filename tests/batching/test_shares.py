@@ -92,7 +92,7 @@ def test_answers_of_prompts_that_begin_alike(monkeypatch):
     def watched(self, query, inputs, *args, **options):
         real(self, query, inputs, *args, **options)
         if self.items is not None and self.items.shape[1] > 3:
-            calls.append((len(query), inputs.splits.shares[:, 1].amax().item()))
+            calls.append((len(query), inputs.work.splits.shares[:, 1].amax().item()))
 
     monkeypatch.setattr(plan.Plan, "__init__", watched)
     zones = {"num_sink_tokens": 2, "residual_length": 4}
