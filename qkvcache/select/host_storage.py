@@ -45,8 +45,9 @@ class HostRowPages(RowPages):
     def bind(self) -> None:
         super().bind()
         if (index := self.pool.index) is not None:
-            self.index_table, pages = self._entered(index, self.index_table), self.pages
-            held = replace(pages, slabs=index.planes(), firsts=index.firsts(), table=self.index_table)
+            firsts, pages = index.firsts(), self.pages
+            self.index_table = self._entered(index, self.index_table, firsts)
+            held = replace(pages, slabs=index.planes(), firsts=firsts, table=self.index_table)
             self.pages = HostPages(**vars(pages), index=held)
         self._keep_blocks(self.capacity // BLOCK)
 

@@ -67,16 +67,17 @@ class PagedTokens:
         """The first column from which no page has other owners."""
         self.table = torch.empty((*self.numbers.shape[:-1], 0), device=device, dtype=torch.int64)
         """The entries of the pages, int64 `[B, C]` or `[B, H, C]`, `C` at least `W`."""
-        self.has_statistics = any(codec.keeps(dim) for codec, dim in zip(self.codecs, self.dims, strict=True))
+        (key, value), (key_dim, value_dim) = self.codecs, self.dims
+        self.has_statistics = key.keeps(key_dim) or value.keeps(value_dim)
         """Whether the codecs keep buffers that all tokens share."""
         self.length = 0
         """Stored tokens of a row; of the longest head, if heads have pages of their own."""
         with torch.inference_mode(False):
-            key, value = (codec.allocate_statistics(x, layout.per_head or bool(heads)) for codec, x in zip(self.codecs, like, strict=True))
+            by_head = layout.per_head or bool(heads)
+            self.statistics: tuple[Codes, Codes] = key.allocate_statistics(like[0], by_head), value.allocate_statistics(like[1], by_head)
+            """Buffers that all tokens of a row share. They must be computed before a valid token of the row is quantized."""
             self.begun = torch.zeros(like[0].shape[0] * self.has_statistics, dtype=torch.bool, device=device)
             """Rows that have statistics, bool `[B]`: others have seen padding alone. Empty if the codecs keep none."""
-        self.statistics: tuple[Codes, Codes] = key, value
-        """Buffers that all tokens of a row share. They must be computed before a valid token of the row is quantized."""
         self.calibrated = not self.has_statistics
         """Whether all rows are known to have their statistics."""
 
@@ -90,19 +91,19 @@ class PagedTokens:
 
     def bind(self) -> None:
         """Writes the entries of the pages into the table, and renews `pages`, the input of kernels."""
-        pool = self.pool
-        self.table = self._entered(pool, self.table)
+        pool, firsts = self.pool, self.pool.firsts()
+        self.table = self._entered(pool, self.table, firsts)
         by_page, size = pool.by_address, pool.layout.page_size
-        self.pages = Pages(self.codecs, pool.planes(), pool.firsts(), size, self.statistics, self.table, self.lengths, by_page, self.grows)
+        self.pages = Pages(self.codecs, pool.planes(), firsts, size, self.statistics, self.table, self.lengths, by_page, self.grows)
         self.launches: dict[Any, Any] = {}
         """Arguments that kernels reuse, `Prepared.of_layer`."""
 
-    def _entered(self, pool: PagePool, table: Tensor) -> Tensor:
-        """`table` with the entries of the pages in `pool`, or a new one if it does not fit."""
-        width, none = self.numbers.shape[-1], pool.firsts()[0]
+    def _entered(self, pool: PagePool, table: Tensor, firsts: Sequence[int]) -> Tensor:
+        """`table` with the entries of the pages in `pool`, or a new one if it does not fit. `firsts`: as of the pool."""
+        width, none = self.numbers.shape[-1], firsts[0]
         table = self._fitted(table, width, none)
         if width:
-            entries = numpy.where(self.numbers < 0, none, pool.entries(numpy.maximum(self.numbers, 0)))
+            entries = numpy.where(self.numbers < 0, none, pool.entries(numpy.maximum(self.numbers, 0), firsts))
             table[..., :width].copy_(torch.from_numpy(entries), non_blocking=True)
         return table
 
@@ -320,6 +321,7 @@ class RowPages(PagedTokens):
             another token in each head.
         grows: pages are added between steps of compiled code.
         reads: chooses what attention reads; None: it reads all tokens.
+        room: tokens for which there is room at once.
     """
 
     def __init__(
@@ -330,20 +332,22 @@ class RowPages(PagedTokens):
         static: bool = False,
         grows: bool = False,
         reads: Select | None = None,
+        room: int = 0,
     ):
         key, value = like
         layout = PageLayout(codecs, (key.shape[3], value.shape[3]), key.shape[1], PAGE, key.dtype, per_head)
         super().__init__(layout, like, (), static)
         self.ahead, self.grows, self.reads = 0, grows, reads
         """`ahead`: tokens after the stored ones whose codes are written already."""
-        self.bind()
+        self.bound: Numbers | None = None
+        """The numbers of the pages that are bound: others after an interruption."""
+        self.reserve(room)
 
     def bind(self) -> None:
         super().bind()
         self.runs: list[Run] | None = None
         """The columns of the table as torch reads them; None: not known yet."""
         self.bound = self.numbers
-        """The numbers of the pages that are bound: others after an interruption."""
 
     @property
     def capacity(self) -> int:

@@ -11,7 +11,7 @@ tokens are a view of each plane.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -185,11 +185,11 @@ class PagePool:
             return [slab.first for slab in self.slabs] or [0]
         return [slab.address - self.slabs[0].address + ANCHOR for slab in self.slabs] or [ANCHOR]
 
-    def entries(self, numbers: Numbers) -> Numbers:
-        """The entries in tables of pages."""
+    def entries(self, numbers: Numbers, firsts: Sequence[int]) -> Numbers:
+        """The entries in tables of pages, by the first one of each slab."""
         begins = numpy.array([slab.first for slab in self.slabs])
         slab = begins.searchsorted(numbers, side="right") - 1
-        return numpy.array(self.firsts())[slab] + (numbers - begins[slab]) * self.step
+        return numpy.array(firsts)[slab] + (numbers - begins[slab]) * self.step
 
     def slab_of(self, number: int) -> Slab:
         return next(slab for slab in self.slabs if slab.first <= number < slab.end)

@@ -210,18 +210,18 @@ class Storage(LayerStorage):
         """Whether a fork has the same sinks, residual and counts."""
         batch, device = like[0].shape[0], like[0].device
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
-            self.sinks = self.residual = both(lambda x: x.new_empty(*x.shape[:2], 0, x.shape[3]), like)
+            self.sinks = self.residual = _without_tokens(like[0]), _without_tokens(like[1])
             self._grow(like[0].shape[2])
             self.control = torch.zeros(len(CONTROL), dtype=torch.int32, device=device)
             self.rows = torch.zeros(batch, len(COLUMNS), dtype=torch.int32, device=device)
-        self.tokens = new_pages(codecs, like, static=self.static, grows=self.static and max_length is None)
+        slots = max((max_length or like[0].shape[2]) - num_sink_tokens - self.slots, 0)
+        simulated = slots and device.type == "meta"  # for planning: there may be billions of pages
+        grows, room = self.static and max_length is None, 0 if simulated else slots
+        self.tokens = new_pages(codecs, like, static=self.static, grows=grows, room=room)
         self.reset_counts()
-        slots = self.overflow(like[0].shape[2]) if max_length is None else max(max_length - num_sink_tokens - self.slots, 0)
-        if slots and device.type == "meta":  # for planning: there may be billions of pages
+        if simulated:
             self.tokens.simulate(lambda groups: slots, 0)
             self.tokens.length = 0
-        elif slots:
-            self.tokens.reserve(slots)
         self._number_rows()
         self.bind()
 
@@ -283,7 +283,7 @@ class Storage(LayerStorage):
 
     def overflow(self, tokens: int) -> int:
         """The number of tokens that leave the ring when `tokens` more are added."""
-        return max(tokens - self.free, 0)
+        return max(self.seq_length + tokens - self.num_sink_tokens - self.slots - self.tokens.length, 0)
 
     def reserve(self, tokens: int) -> None:
         super().reserve(tokens)
@@ -538,6 +538,11 @@ class Storage(LayerStorage):
         yield from self.tokens.tensors()
 
 
+def _without_tokens(x: Tensor) -> Tensor:
+    """`[B, H, 0, D]`, which shares no memory with `x` `[B, H, T, D]`."""
+    return x.new_empty(*x.shape[:2], 0, x.shape[3])
+
+
 def zone_room(tokens: int, most: int) -> int:
     """Slots of a zone of at most `most` tokens that holds `tokens`: in steps of 4 tokens, or of an eighth or less."""
     step = max(4, 1 << max(tokens.bit_length() - 4, 0))
@@ -546,7 +551,8 @@ def zone_room(tokens: int, most: int) -> int:
 
 def extended(x: Pair, tokens: int) -> Pair:
     """Keys and values `[B, H, T, D]` with zeros up to `tokens` tokens."""
-    return x if x[0].shape[2] >= tokens else both(lambda side: F.pad(side, (0, 0, 0, tokens - side.shape[2])), x)
+    missing = 0, 0, 0, tokens - x[0].shape[2]
+    return x if missing[3] <= 0 else (F.pad(x[0], missing), F.pad(x[1], missing))
 
 
 def attention_inputs_of(sinks: Pair, tokens: RowPages, residual: Pair, joined: Pair | None = None) -> AttentionInputs:

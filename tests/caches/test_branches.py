@@ -20,7 +20,9 @@ def shared(monkeypatch):
     monkeypatch.setattr(fused, "LEAST_SPARED", 1)
     monkeypatch.setattr(fused, "LEAST_SPLIT", 512)  # few programs to interpret
     seen, call = [], plan._shared
-    monkeypatch.setattr(plan, "_shared", lambda query, mask, inputs, *rest: seen.append(inputs.shared) or call(query, mask, inputs, *rest))
+    monkeypatch.setattr(
+        plan, "_shared", lambda query, mask, inputs, *rest: seen.append(inputs.work.shared) or call(query, mask, inputs, *rest)
+    )
     return seen
 
 

@@ -27,7 +27,8 @@ def pages_of(
     lengths: Tensor | None = None,
 ) -> Pages:
     """Pages in one slab; without a table, no row has any."""
-    table = next(iter(planes[0].values())).new_empty(0, 0, dtype=torch.int32) if table is None else table
+    if table is None:
+        table = torch.empty(0, 0, dtype=torch.int32, device=next((x.device for x in planes[0].values()), None))
     return Pages(codecs, [planes], [0], page, statistics, table, lengths)
 
 

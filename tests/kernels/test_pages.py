@@ -321,7 +321,7 @@ def test_the_kernel_with_everything_that_attention_has(format, monkeypatch):
 def test_rows_of_very_different_lengths(monkeypatch):
     """Splits of the long row are chosen for the tokens of all."""
     inputs = build(REGISTRY["int8"], [500, 0, 20, 64], ring=5, ring_tokens=[5, 0, 1, 2], device=DEVICE)
-    inputs.tokens = 600
+    inputs = divided(inputs, tokens=600)
     compare(monkeypatch, "int8", torch.randn(4, 4, 1, 64, device=DEVICE).half(), inputs)
     inputs.rows[:, BEGIN] = 70
     compare(monkeypatch, "int8", torch.randn(4, 4, 1, 64, device=DEVICE).half(), inputs)

@@ -108,7 +108,7 @@ _STEPS: set[tuple] = set()
 
 
 def _kind_of_step(inputs: PagedInputs) -> tuple:
-    return *inputs.pages.codecs, *((x.shape[1], x.shape[3], x.dtype, x.device) for x in inputs.ring)
+    return *inputs.pages.codecs, *[(x.shape[1], x.shape[3], x.dtype, x.device) for x in inputs.ring]
 
 
 def compiles_step(inputs: PagedInputs) -> bool:

@@ -45,11 +45,11 @@ def contiguous(x: Pair) -> Pair:
 def launched(pages: Pages, x: Pair) -> tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int], int]:
     """The arguments of a launch that stores vectors like `x`, keys and values `[B, H, T, D]`: `plane_arguments` of both; constants; the
     grid; warps."""
-    codes = (each | once for each, once in zip(pages.planes, pages.statistics, strict=True))
-    layouts = tuple(known(codec, side) for codec, side in zip(pages.codecs, x, strict=True))
-    (batch, heads, tokens, _), dims = x[0].shape, tuple(side.shape[3] for side in x)
-    across, along, warps = tile(layouts, heads, tokens, padded(max(dims)), x[0].element_size())
-    planes = tuple(_planes(*part) for part in zip(layouts, codes, x, strict=True))
+    (key, value), (of_keys, of_values), once = x, pages.slabs[0], pages.statistics
+    layouts = known(pages.codecs[0], key), known(pages.codecs[1], value)
+    (batch, heads, tokens, _), dims = key.shape, (key.shape[3], value.shape[3])
+    across, along, warps = tile(layouts, heads, tokens, padded(max(dims)), key.element_size())
+    planes = _planes(layouts[0], of_keys | once[0], key), _planes(layouts[1], of_values | once[1], value)
     constants = {"L": layouts, "D": dims, "ACROSS": across, "ALONG": along, "PAGE": pages.page_size, "BASE": pages.firsts[0]}
     return planes, constants, (-(-tokens // along) * -(-heads // across), batch, 2), warps
 
@@ -160,10 +160,8 @@ def _of_storage(inputs: PagedInputs) -> tuple[tuple[PackedLayout, PackedLayout],
     if rows is None:
         raise ValueError("the inputs have no counts on the device")
     planes, constants, _, _ = launched(pages, inputs.ring)
-    stored = tuple(
-        (ring, *ring.stride()[:2], sinks, *sinks.stride()[:2], side)
-        for ring, sinks, side in zip(inputs.ring, inputs.sinks, planes, strict=True)
-    )
+    sides = zip(inputs.ring, inputs.sinks, planes, strict=True)
+    stored = tuple([(ring, *ring.stride()[:2], sinks, *sinks.stride()[:2], side) for ring, sinks, side in sides])
     held = Held(
         stored=stored, control=inputs.control, rows=rows, rows_b=rows.stride(0), table=pages.table, table_b=pages.table.stride(0),
         sink_slots=inputs.sinks[0].shape[2], ring_slots=inputs.ring[0].shape[2],
