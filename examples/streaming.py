@@ -1,4 +1,4 @@
-"""An endless stream in constant memory: SmolLM2-135M, trained on 8,192 positions, reads 20,000 tokens through 512.
+"""An endless stream in constant memory: SmolLM2-135M, trained on 8,192 positions, reads 6,000 tokens through 512.
 
     python examples/streaming.py --plot examples/streaming.png --rows eval/results/streaming_smollm2.jsonl
     python examples/streaming.py --model demo --tokens 200000 --window 1020 --every 10000 --rows eval/results/streaming.jsonl
@@ -95,10 +95,10 @@ def plot(rows: list[dict], positions: int, path: Path) -> None:
 def main(arguments: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--tokens", type=int, default=20_000)
+    parser.add_argument("--tokens", type=int, default=6000)
     parser.add_argument("--window", type=int, default=508)
     parser.add_argument("--num-sink-tokens", type=int, default=4)
-    parser.add_argument("--every", type=int, default=1000, help="tokens that a perplexity is of")
+    parser.add_argument("--every", type=int, default=500, help="tokens that a perplexity is of")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draws a picture; needs matplotlib")
     parser.add_argument("--rows", type=Path, metavar="JSONL", help="saves the rows")
     args = parser.parse_args(arguments)
