@@ -117,10 +117,11 @@ quality: $(VENV)/installed
 	$(BIN)/python eval/quality.py --plot
 	$(BIN)/python eval/quality.py --markdown
 
-# An endless stream on the embedded model.
+# Endless streams: the picture, on a model with attention sinks, and the embedded model.
 studies: $(VENV)/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
-	$(BIN)/python examples/streaming.py --plot examples/streaming.png --rows eval/results/streaming.jsonl
+	$(BIN)/python examples/streaming.py --plot examples/streaming.png --rows eval/results/streaming_smollm2.jsonl
+	$(BIN)/python examples/streaming.py --model demo --tokens 200000 --window 1020 --every 10000 --rows eval/results/streaming.jsonl
 
 # The package and what it needs to run.
 $(VENV)/package: pyproject.toml constraints.txt

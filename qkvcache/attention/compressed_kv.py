@@ -50,8 +50,8 @@ AS_RETURNED = Form()
 class CompressedKV:
     """The keys or values of one layer for one step: `[B, H, T, D]`, or a view of them (`Form`).
 
-    It refers to the attention inputs: it stays valid until the next `update` of its layer, also if the layer is
-    offloaded or cropped, and in layers that share its keys. `observer`: the layer, if it evicts (`observer.py`).
+    Valid until the layer's next `update`, also after the layer is offloaded or cropped, and in layers that share its keys.
+    `observer`: the layer, if it evicts (`observer.py`).
     `columns`: the `T` that the model's own attention sees, as many as its mask has columns; columns after the tokens
     are zeros. None: not known, so that dense tensors are refused.
     """

@@ -130,8 +130,8 @@ COMPARED = 2**26
 
 
 def once(what: str, given: Any, state: tuple, module: Any, find: Callable[[], T]) -> T:
-    """Returns `find()`, which reads `given` and so waits for the device: once for all layers of a thread's step, which have the same masks
-    and positions. A caller may write into them between steps. A tensor has a version that tells, except in inference mode. Without a
+    """Caches `find()` for one step of a thread: it reads `given`, and so waits for the device, and all layers ask the same question. A
+    caller may write into masks and positions between steps. A tensor has a version that tells, except in inference mode. Without a
     version, a result serves layers in ascending order: a layer that does not come after the last one begins another step. `module`: the
     attention that asks, which has a `layer_idx`."""
     version = given._version if isinstance(given, Tensor) and not given.is_inference() else None

@@ -23,12 +23,12 @@ class Metrics:
     pages_total       pages of the pool; 0 as long as there is none
     page_size         tokens of a page (of all layers)
     rings             requests that have exact last tokens at the same time, the most that run together
-    page_bytes        bytes of all pages, and of those that receive what is never read
-    ring_bytes        bytes of all rings, likewise
+    page_bytes        bytes of all pages, including the pages whose tokens are never read
+    ring_bytes        bytes of all rings, including the rings that are never read
     tokens_generated  since `continuous_batching` was entered
     prompt_tokens     tokens of prompts, since then
-    cached_tokens     of those, tokens that were in pages already
-    preemptions       times that a running request lost its pages to others, to be continued later
+    cached_tokens     tokens of prompts that were in pages already
+    preemptions       how often a running request lost its pages to other requests; it continues later
     pages_written     pages that are in the store's directory since then, and survive this process
     pages_fetched     pages that came from the store
     """

@@ -51,7 +51,7 @@ BITS = {
 }  # fmt: skip
 """Bits of a code, by `PackedLayout.kind`."""
 HIGH_BITS = {"int8_halves": 4, "lut4": 2, "int3": 1, "lut3": 1}
-"""Those of them that lie in a plane of high bits, by `PackedLayout.kind`; others have none."""
+"""Bits of each code in the plane of high bits. Kinds that are not listed: 0."""
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ class CompressedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def codecs(self, dims: tuple[int, int]) -> tuple[Codec, Codec]:
-        """The codecs of keys and values of so many channels."""
+        """The codecs for keys and values with these head dims."""
         return self.format.key, self.format.value
 
     def prepare(self, dims: tuple[int, int]) -> None:

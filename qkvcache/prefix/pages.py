@@ -23,8 +23,8 @@ from .snapshot import Snapshot
 VERSION = 2
 """The version of the bytes of a page, which is a part of its name."""
 LATER_NS = 1000
-"""Each page of a prompt counts as used by so much earlier than the one before it: without its first pages, the others
-are of no use."""
+"""Nanoseconds by which each page of a prompt counts as used earlier than the page before it: later pages are of no use without the first
+ones, which are the newest."""
 
 
 class StoredPages:

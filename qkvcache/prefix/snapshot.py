@@ -187,7 +187,7 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int | None = 0) -> Sn
 
 
 def checkpoint(layer: Layer) -> Snapshot | None:
-    """`snapshot(layer).checkpoint`, as views, without a copy of tokens that can be cut."""
+    """Like `snapshot(layer).checkpoint`, as views, but takes only the state that cannot be cropped."""
     if kind_of(layer) == "sliding":
         return snapshot(layer)
     return _state(layer, slice(1)) if isinstance(layer, LinearAttentionLayer) else None

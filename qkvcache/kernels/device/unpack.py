@@ -274,8 +274,8 @@ def _entry(low: tl.constexpr, high: tl.constexpr, index):
 
 @triton.jit
 def unpack(KIND: tl.constexpr, w, h, shift, ARCH: tl.constexpr):
-    """Words `w`, the words `h` of high bits, and whether (-1) or not (0) to shift those by two, int16 of one shape, to a tuple of planes of
-    that shape, fp16 (the dtype of `w` for `half`), one for each channel of a word.
+    """Unpacks words `w` and words `h` of high bits, int16 of one shape, into a tuple of planes of that shape, one for each channel of a
+    word: fp16, or the dtype of `w` for `half`. `shift`: -1 shifts `h` by two bits, 0 does not.
 
     half    the numbers        e4m3, e5m2, int8, int8_halves, uint8   their values       e2m1   2^-14 of the value
     int4    16 + n     int3   8 + n
