@@ -15,11 +15,12 @@ chat: $(VENV)/package
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/chat.py $(CHAT)
 
 test: $(VENV)/installed
-	$(BIN)/pytest -n auto --dist worksteal -m "not slow" --ignore=tests/eval
+	$(BIN)/pytest -n auto --dist worksteal -m "not slow" $(SCRIPTS:%=--ignore=%)
 
-# What measures, shows and draws: the scripts in eval/.
+# What is around the package: the scripts in eval/, which measure, show and draw, the examples, and the code in the pages of the site.
+SCRIPTS := tests/eval tests/examples tests/docs
 test-scripts: $(VENV)/installed
-	$(BIN)/pytest -n auto --dist worksteal -m "not slow" tests/eval
+	$(BIN)/pytest -n auto --dist worksteal -m "not slow" $(SCRIPTS)
 
 # Every format, policy and option with every other, which takes hours on two cores, the tests marked slow, and the notebooks in kernels.
 test-all: $(VENV)/installed

@@ -17,6 +17,9 @@ import pytest
 sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in str(finder)]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+THREADS = os.environ.get("QKVCACHE_TEST_THREADS", "1")  # the tensors are tiny
+os.environ.setdefault("OMP_NUM_THREADS", THREADS)  # in programs that tests start, too: several of them share the processors
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def prepare() -> None:
@@ -32,7 +35,7 @@ def prepare() -> None:
     import transformers
 
     torch.compiler.set_stance("force_eager")
-    torch.set_num_threads(int(os.environ.get("QKVCACHE_TEST_THREADS", "1")))  # the tensors are tiny
+    torch.set_num_threads(int(THREADS))
     transformers.logging.set_verbosity_error()
     settings.register_profile("default", deadline=None, derandomize=not SEED, max_examples=50)
     settings.load_profile("default")

@@ -53,12 +53,6 @@ def test_every_generate_gets_a_fresh_cache(network):
     assert len(factory.caches) == 2 and type(after[CACHE_ARGUMENT]) is type(expected[CACHE_ARGUMENT])
 
 
-def test_beams(network):
-    expected = generate(network, num_beams=3).sequences
-    with attach(network, Factory()):
-        assert torch.equal(generate(network, num_beams=3).sequences, expected)
-
-
 def test_an_old_attachment_leaves_a_later_one_alone():
     network = model("llama")
     first = attach(network, TurboQuantCache)

@@ -62,14 +62,3 @@ def test_a_policy_with_a_budget_of_tokens_needs_no_max_length(policy):
         for begin, end in ((0, 30), *((i, i + 1) for i in range(30, 40))):
             first, second = (network(ids[:, begin:end], **passing(cache)).logits for cache in caches)
             assert torch.equal(first, second)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"policy": policies.KeyDiff(budget=40), "skip_layers": (0,)}, "they store max_length tokens"),
-    ],
-)
-def test_what_cannot_be_compiled_is_refused(options, message):
-    with pytest.raises(NotImplementedError, match=message):
-        CompressedCache(model("llama").config, compile=True, **options)

@@ -113,11 +113,3 @@ def test_tensor_parallelism(tmp_path):
     assert_close(two["identity"], one["identity"], of_model(model("llama")))
     # Sums in another order may turn a code; a head that lacks its neighbour's half of the layer would be off by far more.
     assert_close(two["turboquant_4bit_nc"], one["turboquant_4bit_nc"], 1e-2)
-
-
-def test_a_cache_without_a_config_on_a_plain_model():
-    network = model("llama")
-    ids = torch.randint(3, 100, (1, 30))
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    expected = network.generate(ids, **passing(CompressedCache(network.config, format="int8", **ZONE)), **options)
-    assert torch.equal(network.generate(ids, **passing(CompressedCache(format="int8", **ZONE)), **options), expected)

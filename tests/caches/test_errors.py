@@ -32,6 +32,13 @@ WRONG = [
     (CompressedCache, (CONFIG,), {"format": "int8", "skip_layers": ["last"]}, ValueError, "'last'"),
     (CompressedCache, (), {"format": "int8", "skip_layers": [0]}, ValueError, "config"),
     (CompressedCache, (ODD,), {"format": "nvfp4"}, ValueError, "head_dim 100"),
+    (
+        CompressedCache,
+        (CONFIG,),
+        {"policy": "keydiff", "compile": True, "skip_layers": (0,)},
+        NotImplementedError,
+        "they store max_length tokens",
+    ),
     (CompressedCache, (CONFIG,), {"format": "int8", "max_length": 0}, ValueError, "max_length=0"),
     (CompressedCache, (CONFIG,), {"format": "int8", "max_length": 3.5}, TypeError, "max_length"),
     (CompressedCache, (CONFIG,), {"format": "int8", "max_length": True}, TypeError, "max_length"),

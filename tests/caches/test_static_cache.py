@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from qkvcache import CompressedCache, policies
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.releases import passing
-from tests.matrix import FORMATS, THREE, model
+from tests.matrix import FORMATS, model
 from tests.reference import MODES, NEW, ZONES, Mode, assert_close, forward, prompt, run, steps
 from tests.tolerance import of_model
 
@@ -50,42 +50,6 @@ def test_skipped_layers_are_static_and_exact():
 
 
 # What it says of itself
-
-
-def test_what_generate_looks_at():
-    network = model("llama")
-    cache = make(network, length=70)
-    assert cache.is_compileable and cache.is_croppable and cache.is_sliding == [False] * 3
-    assert cache.max_length == cache.get_max_length() == 70
-    assert not CompressedCache(network.config, format="int8").is_compileable
-    assert make(model("gemma3")).is_compileable
-
-
-@pytest.mark.parametrize("format", THREE)
-def test_memory_is_constant_and_in_its_place(format):
-    network = model("llama")
-    cache = make(network, format, 80)
-    assert cache.nbytes == 0
-    forward(network, cache, *prompt(2).values(), 0, 1)
-    before, places = cache.memory(), [x.data_ptr() for layer in cache.layers for _, x in layer.tensors()]
-    forward(network, cache, *prompt(2).values(), 1, 30)
-    cache.reorder_cache(torch.tensor([1, 0])), cache.crop(-10), cache.reset()
-    run(network, cache, prompt(2), max_new_tokens=4)
-    after = cache.memory()
-    assert places == [x.data_ptr() for layer in cache.layers for _, x in layer.tensors()]
-    assert after.total == before.total == cache.nbytes == sum(x.nbytes for layer in cache.layers for _, x in layer.tensors())
-    dense = 2 * 43 * 2 * 2 * 32 * 4 * 3  # rows, tokens, sides, heads, head_dim, bytes, layers
-    assert after.dense == dense and before.dense == dense // 43
-
-
-def test_early_initialization_takes_the_storage():
-    network = model("llama")
-    cache = make(network, "identity")
-    cache.early_initialization(1, 2, 32, torch.float32, torch.device("cpu"))
-    assert cache.is_initialized and cache.get_seq_length() == 0
-    before = snapshot(cache)
-    assert torch.equal(run(network, cache), run(network, DynamicCache(config=network.config)))
-    assert [place for place, _ in snapshot(cache)[1:]] == [place for place, _ in before[1:]]
 
 
 # generate, uncompiled

@@ -1,4 +1,4 @@
-"""B18: wrong options are refused where they are given, in words that name the value."""
+"""Wrong options are refused where they are given, in words that name the value."""
 
 import copy
 import dataclasses

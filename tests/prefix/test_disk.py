@@ -86,14 +86,6 @@ def refused(path, first, second, says: str) -> None:
     assert kept.fetch(first).kind == "exact"
 
 
-@pytest.mark.parametrize("size", [0, 7, 100, 0.3, 0.99, -1])
-def test_a_truncated_file_is_skipped(two, size):
-    path = two[0]
-    content = path.read_bytes()
-    path.write_bytes(content[: int(size * len(content)) if isinstance(size, float) else size])
-    refused(*two, "truncated")
-
-
 @pytest.mark.parametrize("kind", ["fifo", "folder", "device"])
 def test_what_is_no_regular_file_is_not_opened(two, kind):
     """A FIFO would wait for a writer, for ever, and a device may."""
@@ -107,11 +99,6 @@ def test_what_is_no_regular_file_is_not_opened(two, kind):
     kept.trim(0, 0)
     with pytest.warns(UserWarning, match="no regular file"):
         assert kept._disk.read_page(path.name) is None
-
-
-def test_a_longer_file_is_skipped(two):
-    two[0].write_bytes(two[0].read_bytes() + b"more")
-    refused(*two, "truncated or damaged")
 
 
 @pytest.mark.parametrize("share", [0.001, 0.1, 0.4, 0.6, 0.9, 0.999])

@@ -89,28 +89,6 @@ def test_matches(stored, asked, length, kind):
     assert (stats.misses, stats.tokens_reused, sum(stats.hits.values())) == (int(kind == "miss"), length, int(kind != "miss"))
 
 
-def test_the_longest_of_many_is_found():
-    kept = store()
-    for seed in range(20):
-        ids = torch.cat([random_ids(40), random_ids(10 + seed, seed)])
-        kept.store(ids, compressed(ids))
-    prompt = torch.cat([random_ids(40), random_ids(25, 17), torch.tensor([2, 2])])
-    assert kept.fetch(prompt).length == 65
-    assert kept.fetch(torch.cat([random_ids(40), torch.tensor([2, 2])])).length == 40
-
-
-def test_a_longer_entry_takes_the_place_of_what_it_covers():
-    ids = random_ids(90)
-    kept = store()
-    for count in (20, 50, 90):
-        assert kept.store(ids[:count], compressed(ids[:count]))
-    assert len(kept) == 1
-    assert kept.store(ids[:60], compressed(ids[:60])) and kept.stats.covered == 1
-    other = torch.cat([ids[:50], torch.full((10,), 2)])
-    kept.store(other, compressed(other))
-    assert len(kept) == 2
-
-
 @pytest.mark.parametrize("format", ["int8", "turboquant_3bit_nc", "fp8_tensor"])
 @pytest.mark.parametrize("tokens", [4, 30, 63, 64, 65, 117, 119, 120])
 def test_what_was_fetched_goes_on_working_and_shares_nothing(format, tokens):
