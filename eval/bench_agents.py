@@ -217,7 +217,7 @@ class Agents(Bench):
 def lose(manager: Any, store: PrefixStore | None = None, folder: Path | None = None) -> None:
     """Loses the cached pages of the pool, those in the host memory of `store`, and what the system holds of the files in `folder`."""
     for held in manager.cache.allocators:
-        held.evict(len(held.ledger.cached_blocks))
+        held.free_cached(len(held.ledger.cached_blocks))
     if store is not None:
         store.trim(0)
     for path in folder.iterdir() if folder is not None else ():

@@ -28,11 +28,11 @@ from palette import UNCENTERED, format_color
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from qkvcache.evict.observe import observe_pages, sum_attention
+from qkvcache.evict.prefill import prefill_with_lse
+from qkvcache.evict.sum_attention import attend_observed
 from qkvcache.formats import REGISTRY, Buffer, Codec, HadaQuant, Int8
 from qkvcache.formats.fp8 import ScaledFloat8
-from qkvcache.kernels.attend.prefill import prefill_with_lse
-from qkvcache.kernels.attend.reference import attend_observed
-from qkvcache.kernels.host.dispatch import sum_attention
 from qkvcache.kernels.pages import AttentionInputs
 from qkvcache.storage import RowPages, attention_inputs_of
 
@@ -106,7 +106,8 @@ def payloads(name: str, batch: int, heads: int, tokens: int, dim: int, zones: tu
 
 
 def attend_us(query: Tensor, sets: list[AttentionInputs], mask: Tensor | None = None, **options) -> float:
-    return graph_us([functools.partial(plan.attend_pages, query, attention_inputs.paged, mask, **options) for attention_inputs in sets])
+    attend = observe_pages if "observed" in options else plan.attend_pages
+    return graph_us([functools.partial(attend, query, attention_inputs.paged, mask, **options) for attention_inputs in sets])
 
 
 @functools.cache
@@ -157,7 +158,7 @@ def wrong() -> set[str]:
                 attention_inputs = real_payload(name, key, value, 4, 33)
                 observed = torch.ones(2, queries, device="cuda")
                 expected, expected_mass = attend_observed(query.float(), attention_inputs, causal=True, observed=observed)
-                out, _, attention_sums = plan.attend_pages(query, attention_inputs.paged, causal=True, observed=observed)
+                out, attention_sums = observe_pages(query, attention_inputs.paged, causal=True, observed=observed)
                 pairs = [
                     (plan.attend_pages(query, attention_inputs.paged, causal=True)[0], expected),
                     (out, expected),
@@ -218,8 +219,8 @@ def measure(names: list[str], quick: bool, add: Callable[..., None]) -> None:
         for on in (False, True):
             attended("mask", name, f"mask {'on' if on else 'off'}", attend_us(query, sets, mask if on else None), shape, on=on)
         for on in (False, True):
-            observed = torch.ones(8, 1, device="cuda") if on else None
-            attended("mass", name, f"mass {'on' if on else 'off'}", attend_us(query, sets, observed=observed), shape, on=on)
+            counted = {"observed": torch.ones(8, 1, device="cuda")} if on else {}
+            attended("mass", name, f"mass {'on' if on else 'off'}", attend_us(query, sets, **counted), shape, on=on)
         for queries in (4, 16):
             us = attend_us(bf16(8, 32, queries, 128), sets, causal=True)
             attended("queries", name, f"{queries} queries", us, shape, queries)

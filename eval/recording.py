@@ -17,7 +17,8 @@ from qkvcache.evaluation.quality import Prefilled, in_groups, prefill
 from qkvcache.evict import observer
 from qkvcache.evict.compress import ReadingLayer, fill, read_twice
 from qkvcache.evict.layer import EvictingLayer
-from qkvcache.kernels import Pair, sum_attention
+from qkvcache.evict.observe import sum_attention
+from qkvcache.kernels import Pair
 from qkvcache.policies import KVzip, Policy, Random
 from qkvcache.releases import passing
 

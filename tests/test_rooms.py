@@ -18,7 +18,7 @@ FIELDS = 17
 LAZY = {"qkvcache"}
 """Modules of the core that import rooms on first use: the public names."""
 JOINED = {
-    "qkvcache.hybrid.evicting": {"hybrid", "evict"},
+    "qkvcache.evict.recurrent": {"hybrid", "evict"},
     "qkvcache.demo.show": {"demo", "evict", "evaluation"},
     "qkvcache.evaluation.profile_heads": {"evaluation", "evict"},
     "qkvcache.prefix.bench": {"prefix", "planning"},

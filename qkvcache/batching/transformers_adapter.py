@@ -257,17 +257,17 @@ class CompressedAllocator(FullAttentionCacheAllocator):
             self.ledger.cached_blocks.move_to_end(block, last=False)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Frees the blocks of a request, the last ones first: more requests share its first ones, which are evicted last."""
+        """Frees the blocks of a request, the last ones first: more requests share its first ones, which go last."""
         self.block_table.get(request_id, []).reverse()
         super().free_blocks(request_id, no_cache)
 
     @property
     def room(self) -> int:
-        """Blocks that no request reads: free ones, and cached ones, which can be evicted."""
+        """Blocks that no request reads: free ones, and cached ones, which can be freed."""
         free = self.pool.count_free_blocks(self.index) + self.pool.num_free_sectors * self.blocks_per_sector
         return free + len(self.ledger.cached_blocks)
 
-    def evict(self, count: int) -> None:
+    def free_cached(self, count: int) -> None:
         """Frees `count` cached blocks, those that were used longest ago."""
         ledger = self.ledger
         for block in list(islice(ledger.cached_blocks, count)):
@@ -494,7 +494,7 @@ class CompressedPagedCache(PagedAttentionCache):
 
     def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
         """Whether the request's tokens can be stored, as in transformers; answers at once if its last block has room,
-        as in most steps. Evicts as many cached blocks as the request needs, and no more."""
+        as in most steps. Frees as many cached blocks as the request needs, and no more."""
         end = state.position_offset + request_len
         for held in self.allocators:
             blocks = held.block_table.get(state.request_id)
@@ -504,7 +504,7 @@ class CompressedPagedCache(PagedAttentionCache):
         return True
 
     def _make_room(self, count: int) -> None:
-        """Evicts cached blocks if `count` blocks are not free, and if there are then enough. Only blocks of models
+        """Frees cached blocks if `count` blocks are not free, and if there are then enough. Only blocks of models
         without windows are cached."""
         held = self.allocators[0]
         if len(self.allocators) > 1:
@@ -514,7 +514,7 @@ class CompressedPagedCache(PagedAttentionCache):
             self._release_copied()
         missing = count - (held.room - len(held.ledger.cached_blocks))
         if 0 < missing <= len(held.ledger.cached_blocks):
-            held.evict(missing)
+            held.free_cached(missing)
 
     def release(self) -> None:
         """Releases the sessions that are to be released, and the blocks that were copied to the host."""
@@ -533,7 +533,7 @@ class CompressedPagedCache(PagedAttentionCache):
         return sum(len(held.ledger.cached_blocks) * held.bytes_per_block for held in self.allocators)
 
     def compute_free_capacity(self, relative: bool = True) -> int | float:
-        """The free capacity as in transformers, and that of cached blocks, which are evicted when they are needed."""
+        """The free capacity as in transformers, and that of cached blocks, which are freed when they are needed."""
         cached = self._cached_bytes
         return super().compute_free_capacity(relative) + (cached / (self.num_sectors * self.bytes_per_sector) if relative else cached)
 

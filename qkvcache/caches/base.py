@@ -37,25 +37,25 @@ if TYPE_CHECKING:
 
 
 class CompressedCache(DynamicCache):
-    """A KV cache that stores tokens compressed, attends to them while compressed, and can evict them by a policy.
+    """A KV cache that stores tokens compressed, attends to them while compressed, and with a policy retains only some of them.
 
         model.generate(**inputs, cache=CompressedCache(model.config, format="turboquant_4bit_nc"))
         model.generate(**inputs, cache=CompressedCache(model.config, format="fp8", policy=policies.KeyDiff(budget=2048)))
 
     Layers with full attention are compressed, also those that hold a recurrent state beside it; sliding, linear and shared layers are
-    those of transformers. Every feature of `generate` works: batches with padding, beams, several turns, deepcopy; and without a
-    policy, assisted decoding and offloading.
+    those of transformers. Every feature of `generate` works: batches with padding, beams, several turns, deepcopy; and where all tokens
+    stay, assisted decoding and offloading.
 
     Args:
         config: the model's config. Optional where every layer has full attention.
         format: a registry name (`qkvcache.formats.REGISTRY`) or a Format; a sequence of these, one for each
             full-attention layer, including the layers of `skip_layers`; or the path of a calibration file with one
-            format for each layer (`qkvcache calibrate`). With a policy, None keeps tokens in the model's
+            format for each layer (`qkvcache calibrate`). None, beside `policy`, keeps tokens in the model's
             dtype. A format with `center=False` warns once if the keys of a prompt have a large mean. With
             others of fewer than 8 bits, a layer whose keys have an outlying channel stores its keys in int8,
             and the cache warns once; formats of a sequence or of a file stay as they are.
         policy: selects the tokens that are retained: a registry name (`qkvcache.policies.REGISTRY`) or a Policy; None
-            retains all. With a policy, exact zones hold only tokens that it protects: at most its `num_sink_tokens`
+            retains all. Exact zones then hold only tokens that it protects: at most its `num_sink_tokens`
             first and its `recent` last ones.
         num_sink_tokens: number of first tokens that stay in the model's dtype (attention sinks).
         residual_length: number of last tokens that stay in the model's dtype; nothing else improves quality as much
@@ -112,7 +112,7 @@ class CompressedCache(DynamicCache):
         self.format = formats.resolve("identity" if format is None else format)
         self._maker = maker_of(self, policy=policy)
         self.policy = self._maker.policy
-        refuse_unknown(self, unknown, self.format, self.policy)
+        refuse_unknown(self, unknown, formats=self.format, policies=self.policy)
         check_count("num_sink_tokens", num_sink_tokens)
         check_count("residual_length", residual_length)
         if max_length is not None:
@@ -145,10 +145,10 @@ class CompressedCache(DynamicCache):
             Cache.__init__(self, self._maker.stock(self._config), offloading=offloading, offload_only_non_sliding=False)
             self._maker.swap(self.layers, self._config)
         # transformers makes one mask for all layers without a window, sized for the first of them: it needs a column
-        # for each token that any of them holds. Layers that evict take the running step's columns from it.
+        # for each token that any of them holds. Layers with other columns take the running step's from it.
         self._keeps_all = next((i for i, layer in enumerate(self.layers) if _keeps_all(layer)), None)
         ours = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
-        if self._keeps_all is not None and self.compile and ((ours and self.policy) or max_length is None):
+        if self._keeps_all is not None and self.compile and ((ours and self._maker.rule) or max_length is None):
             raise NotImplementedError(
                 f"{self.fixed_by} on a model with layers other than full attention alone (layer {self._keeps_all}: "
                 f"{type(self.layers[self._keeps_all]).__name__}), whose masks have another length: leave out {self.fixed_by}"
@@ -210,7 +210,7 @@ class CompressedCache(DynamicCache):
         prefill_chunk_size: int | None = None,
         progress: bool = True,
     ) -> None:
-        """Fills the empty cache with a context, which the model reads twice, for policies that score tokens by the second reading (KVzip).
+        """Fills the empty cache with a context, which the model reads twice, to score tokens by the second reading (KVzip).
         `generate` with ids that begin with the context continues from it. The context is held uncompressed until the
         second reading ends.
 
@@ -225,7 +225,7 @@ class CompressedCache(DynamicCache):
 
         Raises:
             TypeError: ids or a chunk size of another type.
-            ValueError: a policy without a second reading, a cache that holds tokens, shapes that do not match, or a chunk size below 1.
+            ValueError: a cache that does not read twice or that holds tokens, shapes that do not match, or a chunk size below 1.
             NotImplementedError: compiled steps of a model with layers of other kinds than full attention, or layers with attention and a
                 recurrent state in one.
         """
@@ -260,8 +260,8 @@ class CompressedCache(DynamicCache):
 
         Raises:
             NotImplementedError, before anything is written: a cache that was made without a config, formats and policies of other classes
-                than those of qkvcache, a preallocated cache that evicts or has an indexer or sliding layers, padded rows in a cache that
-                evicts.
+                than those of qkvcache, a preallocated cache with an indexer, sliding layers or layers whose tokens do not all stay,
+                padded rows in such layers.
             OSError: the file cannot be written.
         """
         saving.save(self, path)
@@ -295,12 +295,12 @@ class CompressedCache(DynamicCache):
             cache: a DynamicCache, with layers of any kind that transformers makes for the model.
             config: the config of the model.
             attention_mask: `[B, T]` of the tokens in the cache, 0 for padding; None: there is no padding.
-            **options: options of the class, such as `format` and `policy`.
+            **options: options of the class, such as `format`.
 
         Raises:
             TypeError: a cache of another kind.
             ValueError: another number of layers than the model has, a mask of another shape, more tokens than `max_length`.
-            NotImplementedError: a policy that needs the attention of the tokens; layers that hold no dense tokens.
+            NotImplementedError: options that need the attention of the tokens; layers that hold no dense tokens.
         """
         convert.check_source(cache)
         made = cls(config, **options)
@@ -429,8 +429,8 @@ class CompressedCache(DynamicCache):
     def kept_positions(self, layer_idx: int = 0) -> Tensor:
         """Positions of the tokens that layer `layer_idx` retains, ascending, int32 `[B, H, T]`; -1 fills rows and heads that retain fewer.
 
-        A position is the rank of a token in its row, padding left out. Raises ValueError for a layer that evicts
-        nothing or is empty.
+        A position is the rank of a token in its row, padding left out. Raises ValueError for a layer that is
+        empty or retains all tokens.
         """
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if not isinstance(layer, CompressedLayer):
@@ -441,12 +441,10 @@ class CompressedCache(DynamicCache):
         memory = self.memory()
         tokens = max((layer.get_seq_length() for layer in self.layers if hasattr(layer, "get_seq_length")), default=0)
         compressed = sum(isinstance(layer, CompressedLayer) and not isinstance(layer.format, formats.Identity) for layer in self.layers)
-        kinds = [getattr(layer, "snapshot_kind", None) for layer in self.layers]
-        evicting = sum(kind == "evicting" and i not in self._maker.exact for i, kind in enumerate(kinds))
         options: dict[str, Any] = {"policy": self.policy, "attention_budget": self.attention_budget}
         options |= {"offload_pages": True} if self.offload_pages else {}
         shown = "".join(f", {name}={x}" for name, x in (options | self._layer_options).items() if x is not None)
-        counts = {"compressed": compressed, "evicting": evicting}
+        counts = {"compressed": compressed, **self._maker.counts(self.layers)}
         counts = {name: count for name, count in counts.items() if count} or {"compressed": 0}
         layers = ", ".join(f"{count} of {len(self.layers)} {name}" for name, count in counts.items())
         formats_of = (getattr(layer, "format", None) for layer in self.layers)

@@ -19,7 +19,7 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 class Options(TypedDict, total=False):
-    """The options of CompressedCache that a cache with a policy of its own passes on."""
+    """The options of CompressedCache that every named cache passes on."""
 
     residual_length: int
     skip_layers: Iterable[int]
@@ -37,7 +37,7 @@ class FormatOptions(Options, total=False):
     offload_pages: bool
 
 
-def makes(name: Literal["format", "policy"]) -> Callable[[Init], Init]:
+def makes(name: str) -> Callable[[Init], Init]:
     """Decorates the `__init__` of a cache that makes `name` itself: its signature lists the options of CompressedCache in place of
     `**options`, and `name` among the options raises TypeError."""
 

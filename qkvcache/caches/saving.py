@@ -1,5 +1,5 @@
 """A cache as a file: the snapshots of its layers (`layers/snapshot_file.py`), the options that it was made with, and the sizes of its
-model. Nothing is pickled: an option is a plain value, or a format or a policy of this library by name."""
+model. Nothing is pickled: an option is a plain value, or an object of this library by name."""
 
 from __future__ import annotations
 
@@ -108,8 +108,7 @@ def _classes() -> dict[str, type]:
 
 
 def _plain(name: str, x: Any) -> Any:
-    """The value of an option as JSON has it. Raises NotImplementedError for anything but plain values, formats and policies of this
-    library."""
+    """The value of an option as JSON has it. Raises NotImplementedError for anything but plain values and objects of this library."""
     if x is None or isinstance(x, bool | int | float | str):
         return x
     if isinstance(x, list | tuple):

@@ -45,7 +45,6 @@ from ..kernels import (
 from ..kernels.pages import COLUMNS, LENGTH, RING_ROW, RING_START, RING_TOKENS, SINK_ROW
 from ..storage.paged import RowPages
 from ..storage.storage import LayerStorage, attention_inputs_of, extended, sides_of, zone_room
-from ..storage.tail import Tail, TokenFields
 from .dispatch import append_token, evict_token
 from .eviction import append_and_evict, append_and_replace
 from .head_pages import HeadPages
@@ -53,6 +52,7 @@ from .metadata import TokenMetadata, no_tokens
 from .policies import Arrivals, Budget, Policy, Rotation
 from .policies.budget import Count
 from .static import StaticTensors, gather_columns
+from .tail import Tail, TokenFields
 
 
 @dataclass(eq=False)

@@ -1,8 +1,7 @@
 """Attention on compressed keys and values."""
 
 from .attend.matmul import matmul_fp32, quadratic_form
-from .attend.prefill import prefill_with_lse
-from .attend.reference import attend, attend_observed
+from .attend.reference import attend
 from .host import ops
 from .host.dispatch import (
     attend_on_codes,
@@ -18,8 +17,6 @@ from .host.dispatch import (
     launch_into,
     launch_of_step,
     load_ahead,
-    observe_on_codes,
-    observes_slots,
     on_triton,
     plan_on_codes,
     prepare,
@@ -29,7 +26,6 @@ from .host.dispatch import (
     reads_together,
     split_rows,
     step,
-    sum_attention,
     unfold,
 )
 from .host.handles import give_handle

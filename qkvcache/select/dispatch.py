@@ -16,7 +16,7 @@ from ..kernels.segments import Packed
 from . import fetch_blocks as fetching
 from . import select_blocks as selecting
 
-Attend = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Attend = Callable[..., tuple[Tensor, Tensor]]
 
 
 def attend_pages(
@@ -27,7 +27,7 @@ def attend_pages(
     mask: Tensor | None,
     keys: list[Packed] | None,
     **options: Unpack[Options],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """`attend`, by kernels or not, over the blocks that `query` chooses. `keys`: as of `select_blocks`."""
     choose = module(".select.triton_select_blocks").select_blocks if by_kernel else functools.partial(selecting.select_blocks, keys=keys)
     parts = []
@@ -40,8 +40,8 @@ def attend_pages(
         parts.append(attend(few, read, shown, **options))
     if len(parts) == 1:
         return parts[0]
-    outs, lse, (sums, *_) = zip(*parts, strict=True)
-    return torch.cat([out.transpose(1, 2) for out in outs], dim=1).transpose(1, 2), torch.cat(lse, dim=2), sums
+    outs, lse = zip(*parts, strict=True)
+    return torch.cat([out.transpose(1, 2) for out in outs], dim=1).transpose(1, 2), torch.cat(lse, dim=2)
 
 
 def index_of(pages: Pages, tokens: int, begin: int | None) -> Callable[[], None]:

@@ -43,7 +43,14 @@ from ..kernels import (
 from ..kernels.pages import COLUMNS, CONTROL, DROPPED, LENGTH, RING_ROW, ROOM, SINK_ROW, SINKS, TOKENS, block_of
 from .paged import GROUP, PAGE, SIDES, RowPages
 from .pool import selected
-from .tail import in_order
+
+
+def in_order(ring: Tensor, start: int, count: int) -> Tensor:
+    """`count` tokens of a ring `[B, H, R, ...]` in token order, of which the first is in slot `start % R`."""
+    at = start % max(ring.shape[2], 1)
+    first = ring[:, :, at : at + count]
+    missing = count - first.shape[2]
+    return torch.cat([first, ring[:, :, :missing]], dim=2) if missing else first
 
 
 def check_room(seq_length: int, tokens: int, max_length: int) -> None:

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from qkvcache.evict.eviction import append_and_evict
 from qkvcache.evict.metadata import TokenMetadata, no_tokens
+from qkvcache.evict.tail import Tail
 from qkvcache.formats import resolve
 from qkvcache.policies import H2O, Budget
 from qkvcache.storage import RowPages
-from qkvcache.storage.tail import Tail
 from tests.matrix import FORMATS
 
 pytestmark = pytest.mark.sums
