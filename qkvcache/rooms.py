@@ -8,6 +8,7 @@ The core imports no room. A line of `ROOMS` names a folder; `room.py` in it hold
     KERNELS    modules with functions that the core's dispatch calls, by the name of the room
     OPTIONS    functions that check and read an option, by its name
     SAVED      classes of options that `CompressedCache.save` writes by name
+    CHOICES    functions that say which cache serves a workload (`planning/recommend.py`), by the workload
 """
 
 from __future__ import annotations

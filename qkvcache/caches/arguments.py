@@ -12,8 +12,8 @@ from ..formats import FormatByLayer
 from ..formats.base import hint
 
 
-class PolicyLike(Protocol):
-    """What chooses the tokens of a cache that stay (`qkvcache.policies`)."""
+class Named(Protocol):
+    """An object with a name, by which users know it."""
 
     @property
     def name(self) -> str: ...
@@ -26,20 +26,15 @@ def layer_indices(skip_layers: Iterable[int]) -> tuple[int, ...]:
     return tuple(skip_layers)
 
 
-OF_MODULES = {"formats": "format", "policies": "policy"}
-"""Options of caches by the public modules that have their classes."""
-
-
-def refuse_unknown(cache: DynamicCache, options: Mapping[str, object], **parts: object) -> None:
+def refuse_unknown(cache: DynamicCache, options: Mapping[str, object], parts: Mapping[str, tuple[str, object]]) -> None:
     """Raises TypeError for the first of the unknown `options`; the message names the part of the cache that has the option, or the nearest
-    name. `parts`: by the module of their classes."""
+    name. `parts`: by their option, the public module that has their classes, and they themselves."""
     for name, value in options.items():
         kinds = type(cache).__mro__[: type(cache).__mro__.index(DynamicCache)]
         known = dict.fromkeys(word for kind in kinds for word in _keywords(kind))
         fix = hint(name, known)
-        for module, part in parts.items():
+        for word, (module, part) in parts.items():
             if not isinstance(part, FormatByLayer | None) and name in _keywords(type(part)):
-                word = OF_MODULES[module]
                 fix = f"it is the {word}'s: CompressedCache(config, {word}={module}.{type(part).__name__}({name}={value!r}))"
         raise TypeError(f"{type(cache).__name__} has no option {name}={value!r}: {fix}")
 

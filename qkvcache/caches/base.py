@@ -24,7 +24,7 @@ from ..layers.static_sliding import StaticSlidingLayer
 from ..releases import CACHE_ARGUMENT, warn_if_newer
 from ..rooms import option
 from . import convert, saving
-from .arguments import PolicyLike, layer_indices, refuse_unknown
+from .arguments import Named, layer_indices, refuse_unknown
 from .biased import BiasedKeys, OutlyingKeys
 from .makers import maker_of
 from .memory import Memory, measured
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class CompressedCache(DynamicCache):
-    """A KV cache that stores tokens compressed, attends to them while compressed, and with a policy retains only some of them.
+    """A KV cache that stores tokens compressed, attends to them while compressed, and can retain some of them only.
 
         model.generate(**inputs, cache=CompressedCache(model.config, format="turboquant_4bit_nc"))
         model.generate(**inputs, cache=CompressedCache(model.config, format="fp8", policy=policies.KeyDiff(budget=2048)))
@@ -50,8 +50,8 @@ class CompressedCache(DynamicCache):
         config: the model's config. Optional where every layer has full attention.
         format: a registry name (`qkvcache.formats.REGISTRY`) or a Format; a sequence of these, one for each
             full-attention layer, including the layers of `skip_layers`; or the path of a calibration file with one
-            format for each layer (`qkvcache calibrate`). None, beside `policy`, keeps tokens in the model's
-            dtype. A format with `center=False` warns once if the keys of a prompt have a large mean. With
+            format for each layer (`qkvcache calibrate`). None, where only some tokens are retained, keeps these in the
+            model's dtype. A format with `center=False` warns once if the keys of a prompt have a large mean. With
             others of fewer than 8 bits, a layer whose keys have an outlying channel stores its keys in int8,
             and the cache warns once; formats of a sequence or of a file stay as they are.
         policy: selects the tokens that are retained: a registry name (`qkvcache.policies.REGISTRY`) or a Policy; None
@@ -83,9 +83,7 @@ class CompressedCache(DynamicCache):
             from the number of layers; a file that is not a calibration file; negative sizes; a layer index that the
             model lacks.
         TypeError: `config`, `format`, `policy` or `skip_layers` of another type, neither format nor policy, an unknown option.
-        NotImplementedError: a policy with offloading, or on a model whose attention does not allow it (ALiBi, relative bias, latents);
-            `max_length` or `compile=True` with offloading, with a budget that is a share, with `positions="cache"`, and with policies
-            whose heads differ in what they retain (`alpha_safeguard`, `Budget.heads`).
+        NotImplementedError: options, or an option and a model, that do not go together (`docs/reference/limits.md`).
     """
 
     seen_ids: Tensor | None = None
@@ -96,7 +94,7 @@ class CompressedCache(DynamicCache):
         config: PreTrainedConfig | None = None,
         *,
         format: FormatLike | None = None,
-        policy: str | PolicyLike | None = None,
+        policy: str | Named | None = None,
         num_sink_tokens: int = 4,
         residual_length: int = 64,
         skip_layers: Iterable[int] = (),
@@ -107,12 +105,12 @@ class CompressedCache(DynamicCache):
         offloading: bool = False,
         **unknown: Never,
     ):
-        if format is None and policy is None:
+        self._maker = maker_of(self, policy=policy)
+        if format is None and self._maker.rule is None:
             raise TypeError("pass a format such as format='turboquant_4bit_nc', a policy such as policy='keydiff', or both")
         self.format = formats.resolve("identity" if format is None else format)
-        self._maker = maker_of(self, policy=policy)
         self.policy = self._maker.policy
-        refuse_unknown(self, unknown, formats=self.format, policies=self.policy)
+        refuse_unknown(self, unknown, {"format": ("formats", self.format)} | self._maker.parts)
         check_count("num_sink_tokens", num_sink_tokens)
         check_count("residual_length", residual_length)
         if max_length is not None:
@@ -259,7 +257,7 @@ class CompressedCache(DynamicCache):
         cache, by pickling.
 
         Raises:
-            NotImplementedError, before anything is written: a cache that was made without a config, formats and policies of other classes
+            NotImplementedError, before anything is written: a cache that was made without a config or with options of other classes
                 than those of qkvcache, a preallocated cache with an indexer, sliding layers or layers whose tokens do not all stay,
                 padded rows in such layers.
             OSError: the file cannot be written.
@@ -434,14 +432,14 @@ class CompressedCache(DynamicCache):
         """
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if not isinstance(layer, CompressedLayer):
-            raise ValueError(f"layer {layer_idx} evicts nothing")
+            raise ValueError(f"layer {layer_idx} retains all tokens")
         return layer.positions()
 
     def __repr__(self) -> str:
         memory = self.memory()
         tokens = max((layer.get_seq_length() for layer in self.layers if hasattr(layer, "get_seq_length")), default=0)
         compressed = sum(isinstance(layer, CompressedLayer) and not isinstance(layer.format, formats.Identity) for layer in self.layers)
-        options: dict[str, Any] = {"policy": self.policy, "attention_budget": self.attention_budget}
+        options = {name: part for name, (_, part) in self._maker.parts.items()} | {"attention_budget": self.attention_budget}
         options |= {"offload_pages": True} if self.offload_pages else {}
         shown = "".join(f", {name}={x}" for name, x in (options | self._layer_options).items() if x is not None)
         counts = {"compressed": compressed, **self._maker.counts(self.layers)}

@@ -26,7 +26,7 @@ class LayerMaker:
     policy: Any = None
     """What chooses the tokens that stay; None: all stay."""
     rule: str | None = None
-    """`policy` in words."""
+    """The same in words."""
     reads_twice = False
     """Whether `compress` reads a context."""
     at_most = False
@@ -40,6 +40,11 @@ class LayerMaker:
         self.cache = cache
         self.exact: frozenset[int] = frozenset()
         """Full-attention layers that are uncompressed layers of this library."""
+
+    @property
+    def parts(self) -> dict[str, tuple[str, Any]]:
+        """What the cache was given beside its format: by option, the public module of its class, and the object."""
+        return {}
 
     def prepare(self) -> None:
         """Called once before layers are made, when no refusal applies."""
@@ -127,7 +132,7 @@ class LayerMaker:
 
     def compress(self, *args: Any, **options: Any) -> None:
         """`CompressedCache.compress`."""
-        raise ValueError("compress with policy=None: only KVzip reads a context twice; call generate")
+        raise ValueError("compress of a cache that retains all tokens: only KVzip reads a context twice; call generate")
 
     def check_source(self) -> None:
         """Raises NotImplementedError if the tokens of a cache that was filled elsewhere are not enough."""

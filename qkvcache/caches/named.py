@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ..formats import FP8, NVFP4, Format, HadaQuant, Int4, Int8, TurboQuant
 from ..formats.base import check_count
-from .arguments import PolicyLike, layer_indices
+from .arguments import Named, layer_indices
 from .base import CompressedCache
 
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -31,7 +31,7 @@ class Options(TypedDict, total=False):
 class FormatOptions(Options, total=False):
     """The options of CompressedCache that a cache with a format of its own passes on."""
 
-    policy: str | PolicyLike | None
+    policy: str | Named | None
     num_sink_tokens: int
     attention_budget: int | float | Literal["auto"] | None
     offload_pages: bool

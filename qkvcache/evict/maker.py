@@ -47,6 +47,10 @@ class EvictingMaker(LayerMaker):
         parts = (f"{tokens:,}" if tokens else "", f"{share:.0%}" if share else "")
         return f"{self.policy.name} {' + '.join(filter(None, parts))}"
 
+    @property
+    def parts(self) -> dict[str, tuple[str, Any]]:
+        return {"policy": ("policies", self.policy)}
+
     def counts(self, layers: Any) -> dict[str, int]:
         return {"evicting": sum(isinstance(layer, EvictingLayer) and i not in self.exact for i, layer in enumerate(layers))}
 

@@ -566,7 +566,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def positions(self) -> Tensor:
         """Positions of the tokens that stay. Raises ValueError for a layer in which all do."""
-        raise ValueError("the layer evicts nothing")
+        raise ValueError("the layer retains all tokens")
 
     def identity(self) -> str:
         """What is the same for layers that store the same tokens alike, as text."""

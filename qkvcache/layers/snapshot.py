@@ -185,7 +185,7 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int | None = 0) -> Sn
         return found
     if found.whole:
         raise NotImplementedError(
-            "a layer that evicts, whose window is full or that has a recurrent state cannot be cut to fewer tokens than it has seen"
+            "a layer that chose its tokens, whose window is full or with a recurrent state cannot be cut to fewer tokens than it has seen"
         )
     return found.cut(tokens)
 

@@ -93,7 +93,7 @@ def _snapshot_as(into: Layer, layer: Layer, tokens: int, row: int, quantize: boo
     stores them."""
     quantizes = isinstance(into, CompressedLayer) and in_place_of(into, layer)
     if quantizes and into.rule:
-        raise NotImplementedError("a DynamicCache cannot be stored as a cache that evicts: what stays depends on its attention")
+        raise NotImplementedError("a DynamicCache cannot be stored as a cache that drops tokens: which stay depends on its attention")
     if not quantizes and type(layer) is not type(into):
         raise NotImplementedError(
             f"a {type(layer).__name__} where a {type(into).__name__} is stored: make the cache with the model's config"

@@ -17,7 +17,7 @@ class MemoryStore:
 
     def __init__(self, max_bytes: int, time_to_live: float | None = None):
         self.max_bytes, self.time_to_live = max_bytes, time_to_live
-        self.nbytes = self.evicted = 0
+        self.nbytes = self.removed = 0
         self.pinned: set[bytes] = set()
         self._items: dict[bytes, tuple[Any, float]] = {}
         """Items with the times of their last use."""
@@ -71,7 +71,7 @@ class MemoryStore:
                 if not old and self.nbytes <= most:
                     return
                 self._remove(key)
-                self.evicted += 1
+                self.removed += 1
 
     def _remove(self, key: bytes) -> None:
         if key in self._items:

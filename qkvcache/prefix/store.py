@@ -69,8 +69,7 @@ class PrefixStore:
             They are removed when a prompt looks for them, and whenever room is made.
         tokenizer: the tokenizer of the token ids; if given, entries are used only with the same vocabulary.
         identity: anything else that entries depend on and that a sample of the weights does not show.
-        **options: `policy`, `num_sink_tokens`, `residual_length` and `skip_layers` of the caches that `reuse` returns, as
-            CompressedCache takes them.
+        **options: those of the caches that `reuse` returns, as CompressedCache takes them, of caches that grow.
 
     Entries keep the format of the cache that they were stored from. Give the store the format of the caches that you
     store: after a restart it finds only entries of this format. Threads may use a store at the same time: each call waits for the others,
@@ -351,11 +350,11 @@ class PrefixStore:
         """A copy of the counts, with the current size."""
         with self._lock:
             counts = deepcopy(self._stats)
-        now = replace(counts, entries=len(self), nbytes=self._memory.nbytes, evicted=self._memory.evicted)
+        now = replace(counts, entries=len(self), nbytes=self._memory.nbytes, evicted=self._memory.removed)
         if (disk := self._disk) is None:
             return now
         files, disk_bytes = disk.size()
-        return replace(now, files=files, disk_bytes=disk_bytes, evicted_files=disk.evicted, skipped=Counter(disk.skipped))
+        return replace(now, files=files, disk_bytes=disk_bytes, evicted_files=disk.removed, skipped=Counter(disk.skipped))
 
     def __len__(self) -> int:
         return len(self._memory.entries)

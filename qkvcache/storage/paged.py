@@ -1,7 +1,7 @@
 """`PagedTokens`: the quantized tokens of one layer in pages of a pool, found through a table; `RowPages`, whose heads
 share the pages of a row.
 
-Appending writes into free slots; stored tokens are neither moved nor quantized again. Eviction overwrites the codes of evicted tokens with
+Appending writes into free slots; stored tokens are neither moved nor quantized again. `replace` overwrites the codes of tokens that go with
 the codes of new ones, separately in each head; retained tokens keep their slots. Rows that are repeated, reordered or
 forked share pages until one of them writes.
 """
@@ -323,8 +323,8 @@ class RowPages(PagedTokens):
     """Quantized keys and values in slots that are the same in all heads.
 
     Args:
-        per_head: each head has its own copy of buffers that heads could share, since after evictions a slot holds
-            another token in each head.
+        per_head: each head has its own copy of buffers that heads could share, since a slot may hold another
+            token in each head.
         grows: pages are added between steps of compiled code.
         offloads: pages lie in host memory, and the device keeps blocks for attention with this budget; None: they lie on the device.
     """

@@ -66,7 +66,7 @@ def check_room(seq_length: int, tokens: int, max_length: int) -> None:
 
 
 class LayerStorage:
-    """The base of `Storage` and `EvictingStorage`.
+    """The base of `Storage`, and of the storage of rooms.
 
     A count on the host would be compiled into compiled code as a constant. Compiled code therefore counts on the device
     and sets `uncounted` and `counts_stale` on the host; `sync_counts` reads the device once when an exact count is
