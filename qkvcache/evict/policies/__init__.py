@@ -101,7 +101,6 @@ __all__ = [
     "SnapKV",
     "Tokens",
     "check_count",
-    "from_words",
     "given",
     "named",
     "resolve",
