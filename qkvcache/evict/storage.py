@@ -43,7 +43,6 @@ from ..kernels import (
     launch_of_step,
 )
 from ..kernels.pages import COLUMNS, LENGTH, RING_ROW, RING_START, RING_TOKENS, SINK_ROW
-from ..storage.paged import RowPages
 from ..storage.storage import LayerStorage, attention_inputs_of, extended, sides_of, zone_room
 from .dispatch import append_token, evict_token
 from .eviction import append_and_evict, append_and_replace
@@ -51,6 +50,7 @@ from .head_pages import HeadPages
 from .metadata import TokenMetadata, no_tokens
 from .policies import Arrivals, Budget, Policy, Rotation
 from .policies.budget import Count
+from .slot_pages import SlotPages
 from .static import StaticTensors, gather_columns
 from .tail import Tail, TokenFields
 
@@ -85,7 +85,7 @@ class EvictingStorage(LayerStorage):
     """
 
     tokens: Any
-    """`RowPages`; `HeadPages` in `StorageByHead`."""
+    """`SlotPages`; `HeadPages` in `StorageByHead`."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class EvictingStorage(LayerStorage):
         return None
 
     def _new_pages(self, like: Pair) -> Any:
-        return RowPages(self.codecs, both(lambda x: x[:, :, :0], like), per_head=True)
+        return SlotPages(self.codecs, both(lambda x: x[:, :, :0], like))
 
     def change_codecs(self, codecs: tuple[Codec, Codec]) -> None:
         """Quantizes all tokens by other codecs. No token may be quantized yet."""

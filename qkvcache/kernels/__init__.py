@@ -14,7 +14,6 @@ from .host.dispatch import (
     dense,
     dequantize_pages,
     gather_rows,
-    launch_into,
     launch_of_step,
     load_ahead,
     on_triton,

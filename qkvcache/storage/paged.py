@@ -1,8 +1,7 @@
 """`PagedTokens`: the quantized tokens of one layer in pages of a pool, found through a table; `RowPages`, whose heads
 share the pages of a row.
 
-Appending writes into free slots; stored tokens are neither moved nor quantized again. `replace` overwrites the codes of tokens that go with
-the codes of new ones, separately in each head; retained tokens keep their slots. Rows that are repeated, reordered or
+Appending writes into free slots; stored tokens are neither moved nor quantized again. Rows that are repeated, reordered or
 forked share pages until one of them writes.
 """
 
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
-from ..kernels import AttentionBudget, BlockCache, Packed, Pages, Pair, both, copy_index, launch_into, on_triton, quantize_into, quantizes
+from ..kernels import AttentionBudget, BlockCache, Packed, Pages, Pair, both, copy_index, on_triton, quantize_into, quantizes
 from ..kernels.pages import BLOCK, block_of, calibrate
 from ..kernels.segments import join_tokens
 from .pool import Numbers, PageLayout, PagePool, Slab, selected, zeros
@@ -435,19 +434,6 @@ class RowPages(PagedTokens):
         if self.offloads is not None:
             self.cache = self._block_cache(self.offloads, slots // BLOCK)
         self.length = length(groups)
-
-    def replace(self, x: Pair, places: Tensor) -> None:
-        """Quantizes keys and values `[B, H, T, D]` in place of the tokens `places` of each head, int64 `[B, H, T]`; negative for a
-        token that is not stored."""
-        if self.owned:
-            self.own(0, self.numbers.shape[1])
-        kind = "replace", x[0].shape, x[0].dtype
-        if kind not in self.launches:
-            self.launches[kind] = launch_into(self.pages, x)
-        if (launch := self.launches[kind]) is not None:
-            launch(x, places)
-        else:
-            self.store(x, self.pages.slots(places.clamp_min(0)).masked_fill(places < 0, -1))
 
     def append(self, x: Pair) -> None:
         """Quantizes and stores keys and values `[B, H, T, D]`."""

@@ -282,14 +282,6 @@ def launch_of_step(inputs: PagedInputs, x: Pair) -> Callable[[Pair], None] | Non
     return stored
 
 
-def launch_into(pages: Pages, x: Pair) -> Callable[[Pair, Tensor], None] | None:
-    """A function that quantizes keys and values like `x` in place of tokens of their rows, int64 `[B, H, T]`, negative for those that are
-    not stored, with its launch prepared; None if there is no kernel for it."""
-    if not (pages.by_page and x[0].numel() and quantizes(pages.codecs, x)):
-        return None
-    return module("store.triton_store").launch_into(pages, x)
-
-
 def unfold(inputs: PagedInputs, columns: int, new: Pair) -> Pair:
     """`pages.unfold`: keys and values at their columns, `[B, H, columns, D]` each, followed by `new` `[B, H, T, D]`; zeros beyond."""
     if torch.compiler.is_compiling():
