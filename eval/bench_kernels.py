@@ -26,6 +26,7 @@ from palette import UNCENTERED, format_color
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from qkvcache.evict.observe import observe_pages
 from qkvcache.formats import REGISTRY, Buffer, Codec, HadaQuant, Int8
 from qkvcache.formats.fp8 import ScaledFloat8
 from qkvcache.kernels import AttentionInputs
@@ -98,7 +99,8 @@ def payloads(name: str, batch: int, heads: int, tokens: int, dim: int, zones: tu
 
 
 def attend_us(query: Tensor, sets: list[AttentionInputs], mask: Tensor | None = None, **options) -> float:
-    return graph_us([functools.partial(plan.attend_pages, query, attention_inputs.paged, mask, **options) for attention_inputs in sets])
+    attend = observe_pages if "observed" in options else plan.attend_pages
+    return graph_us([functools.partial(attend, query, attention_inputs.paged, mask, **options) for attention_inputs in sets])
 
 
 @functools.cache

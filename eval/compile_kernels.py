@@ -28,16 +28,16 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from qkvcache.batching import triton_gather
-from qkvcache.evict import triton_replace, triton_rotate
+from qkvcache.evict import triton_replace, triton_rotate, triton_sum_attention
 from qkvcache.evict import triton_static as triton_evict
+from qkvcache.evict.triton_sum_keys import LAUNCH as SUMS
+from qkvcache.evict.triton_sum_keys import sum_keys_kernel
 from qkvcache.formats import FP8, REGISTRY, HadaQuant, Int4, Int8, TurboQuant  # noqa: E402
 from qkvcache.formats.base import PackedLayout  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
-from qkvcache.kernels import triton_sum_attention
-from qkvcache.kernels.attend.launches import OF_SHARED, SUMS, TILES, launched
+from qkvcache.kernels.attend.launches import OF_SHARED, TILES, launched
 from qkvcache.kernels.attend.triton_attend import attend_kernel
 from qkvcache.kernels.attend.triton_join import reduce_kernel, rotate_kernel
-from qkvcache.kernels.attend.triton_sum_keys import sum_keys_kernel
 from qkvcache.kernels.attend.triton_tiles import attend_tiles_kernel
 from qkvcache.kernels.host.tables import Side
 from qkvcache.kernels.pages import BLOCK  # noqa: E402

@@ -83,8 +83,8 @@ def _home(module: str, name: str) -> str:
 def public_names() -> dict[str, str]:
     """The modules of the public names of `qkvcache`, which it imports on first use."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    assigned = [node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES"]
-    return ast.literal_eval(assigned[0].value)
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_NAMES"]
+    return {name: home for home, names in ast.literal_eval(assigned[0].value).items() for name in names}
 
 
 def _statements(tree: ast.AST, run: bool) -> Iterable[ast.AST]:

@@ -43,21 +43,16 @@ __version__ = "0.4.0"
 
 _PARTS = {"attention", "batching", "caches", "demo", "evaluation", "formats", "kernels", "layers", "models"}
 _PARTS |= {"evict", "hybrid", "latents", "planning", "policies", "prefix", "select", "storage"}
-_HOMES = {
-    "CombinedCache": "evict.caches",
-    "H2OCache": "evict.caches",
-    "PrefixStore": "prefix",
-    "attach": "caches.attach",
-    "calibrate": "evaluation.calibrate",
-    "continuous_batching": "batching",
-    "detach": "caches.attach",
-    "plan": "planning",
-    "profile_heads": "evaluation.profile_heads",
-    "recommend": "planning",
-    "SinkCache": "evict.caches",
-    "SlidingWindowCache": "evict.caches",
+_NAMES = {
+    "batching": ("continuous_batching",),
+    "caches.attach": ("attach", "detach"),
+    "evaluation.calibrate": ("calibrate",),
+    "evaluation.profile_heads": ("profile_heads",),
+    "evict.caches": ("CombinedCache", "H2OCache", "SinkCache", "SlidingWindowCache"),
+    "planning": ("plan", "recommend"),
+    "prefix": ("PrefixStore",),
 }
-"""The modules of names that are not of `caches`."""
+"""Names that are not of `caches`, by their modules."""
 
 
 def __getattr__(name: str) -> Any:
@@ -66,7 +61,8 @@ def __getattr__(name: str) -> Any:
         return import_module(f".{name}", __name__)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(f".{_HOMES.get(name, 'caches')}", __name__), name)
+    home = next((module for module, names in _NAMES.items() if name in names), "caches")
+    found = globals()[name] = getattr(import_module(f".{home}", __name__), name)
     return found
 
 

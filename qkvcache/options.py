@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 MODEL = "'demo', 'smollm2', 'qwen2.5-coder-1.5b', a model's folder, a .gguf file, or its name on the Hub."
-Budget = Annotated[float | None, typer.Option(help="Tokens that the policy retains: a number from 1 on, or a share such as 0.5.")]
+Budget = Annotated[float | None, typer.Option(help="Tokens that are retained: a number from 1 on, or a share such as 0.5.")]
 AttentionBudget = Annotated[
     float | None, typer.Option(help="Tokens that each query reads of those that are kept: a number from 1 on, or a share such as 0.125.")
 ]

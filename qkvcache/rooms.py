@@ -7,6 +7,7 @@ The core imports no room. A line of `ROOMS` names a folder; `room.py` in it hold
     REFUSALS   combinations of options and models that the room does not serve (`caches/refusals.py`)
     OPTIONS    functions that check and read an option, by its name
     SAVED      classes of options that `CompressedCache.save` writes by name
+    CHOICES    functions that say which cache serves a workload (`planning/recommend.py`), by the workload
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class CompressedKV:
     """The keys or values of one layer for one step: `[B, H, T, D]`, or a view of them (`Form`).
 
     Valid until the layer's next `update`, also after the layer is offloaded or cropped, and in layers that share its keys.
-    `observer`: the layer, if it evicts (`observer.py`).
+    `observer`: the layer, if it follows the attention to its tokens.
     `columns`: the `T` that the model's own attention sees, as many as its mask has columns; columns after the tokens
     are zeros. None: not known, so that dense tensors are refused.
     """
@@ -254,14 +254,11 @@ def of_one_update(key: Any, value: Any) -> bool:
 
 
 def as_the_model_has_them(key: Any, value: Any) -> tuple[Tensor, Tensor]:
-    """Dequantizes keys and values that the model changed after `update`. Raises NotImplementedError if their layer
-    evicts tokens, since each head retains different ones."""
-    sides = [x for x in (key, value) if isinstance(x, CompressedKV)]
-    if any(side.observer is not None for side in sides):
-        raise NotImplementedError(
-            "the model changes its keys or values after the cache returned them, and a cache that evicts tokens must "
-            "attend to them as they were returned: leave out the policy"
-        )
+    """Dequantizes keys and values that the model changed after `update`. Raises NotImplementedError if their layer follows the attention to
+    them as they were."""
+    for side in (key, value):
+        if isinstance(side, CompressedKV) and side.observer is not None:
+            side.observer.refuse("the model changes its keys or values after the cache returned them")
     key, value = (_dense_with_warning(x, "attention with other ones") if isinstance(x, CompressedKV) else x for x in (key, value))
     return key, value
 

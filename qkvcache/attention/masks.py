@@ -1,6 +1,6 @@
 """Converting the masks and keywords of every attention implementation of transformers to the form that kernels take.
 
-The columns of a layer that evicts tokens differ from the columns of the model's mask. The layer takes the running step's
+The columns of a layer may differ from the columns of the model's mask, if not all tokens stay. It takes the running step's
 columns from the model's mask (`new_tokens`) and puts the columns of its stored tokens before them (`joined`).
 """
 

@@ -17,22 +17,16 @@ class AttentionPlan:
 
     Args:
         kernels: the plan of the kernels (`kernels.plan.Plan`).
-        policy: of layers that evict; None: the layers keep all tokens.
-        observed: the weights of queries in the attention that the policy observes, `[B, 1]`; None: it observes none.
         others as in `route`.
     """
 
-    def __init__(
-        self, kernels: Any, implementation: str, module: torch.nn.Module, mask: Any, keywords: dict[str, Any], policy: Any,
-        observed: Tensor | None,
-    ) -> None:  # fmt: skip
+    def __init__(self, kernels: Any, implementation: str, module: torch.nn.Module, mask: Any, keywords: dict[str, Any]) -> None:
         self.kernels, self.mask, self.options = kernels, mask, _options(implementation, module, keywords)
-        self.policy, self.observed = policy, observed
 
     @classmethod
     def of(
         cls, implementation: str, module: torch.nn.Module, query: Tensor, key: CompressedKV, mask: Any, keywords: dict[str, Any],
-        shown: Tensor | None, options: dict[str, Any], observed: Tensor | None = None,
+        shown: Tensor | None, options: dict[str, Any],
     ) -> AttentionPlan | None:  # fmt: skip
         """The plan of a step of one token, in which `shown` and `options` are what `visible` and `kernel_options` made of `mask` and
         `keywords`; None where there is none: every layer then finds out for itself."""
@@ -40,9 +34,8 @@ class AttentionPlan:
             return None
         if unknown(implementation, keywords):  # they may differ from layer to layer
             return None
-        kernels = plan_on_codes(query, key.attention_inputs, shown, observed=observed, **options)
-        policy = None if key.observer is None else key.observer.policy
-        return None if kernels is None else cls(kernels, implementation, module, mask, keywords, policy, observed)
+        kernels = plan_on_codes(query, key.attention_inputs, shown, **options)
+        return None if kernels is None else cls(kernels, implementation, module, mask, keywords)
 
     def serves(
         self, implementation: str, module: torch.nn.Module, query: Tensor, key: CompressedKV, value: Any, mask: Any,
@@ -52,7 +45,6 @@ class AttentionPlan:
         inputs = key.attention_inputs
         return (
             mask is self.mask
-            and (self.policy is None if key.observer is None else self.policy is key.observer.policy)
             and not torch._C._is_any_autocast_enabled()
             and type(value) is CompressedKV
             and value.attention_inputs is inputs
@@ -68,9 +60,9 @@ class AttentionPlan:
         """The output `[B, 1, Hq, Dv]`."""
         sinks = keywords.get("s_aux") if self.kernels.has_sinks else None
         inputs = key.attention_inputs.paged
-        out, _, sums = self.kernels.run(query, inputs, sinks, self.observed)
+        out, lse, arguments = self.kernels.run(query, inputs, sinks)
         if key.observer is not None:
-            key.observer.observe(query, self.kernels.scaling, sums)
+            key.observer.observe(query, self.kernels, lse, arguments)
         return out.transpose(1, 2)
 
 

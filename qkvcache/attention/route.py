@@ -10,7 +10,7 @@ and the model's keywords:
     eager, and those that users   the function itself, which may have semantics of its own; its two matmuls, or torch's
     register                      `scaled_dot_product_attention`, run on the codes (`compressed_kv.py`)
 
-Layers that evict tokens observe their attention in every implementation (`observer.py`). Models whose softcap or attention sinks tie them
+A layer that follows the attention to its tokens attends itself (`CompressedKV.observer`). Models whose softcap or attention sinks tie them
 to eager can opt in with `model.set_attn_implementation("qkvcache")`.
 """
 
@@ -101,7 +101,7 @@ def refuse_without_interface(model: PreTrainedModel) -> None:
 
 
 def uninstall() -> None:
-    """Restores transformers. Live caches still work, but slower; caches that evict raise NotImplementedError."""
+    """Restores transformers. Live caches still work, but slower; those that follow their attention raise NotImplementedError."""
     if not _stock:
         return
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -121,16 +121,14 @@ def installed() -> bool:
     return bool(_stock)
 
 
-def path_of(
-    implementation: str, query: Tensor, attention_inputs: AttentionInputs, softcap: float | None = None, observed: bool = False
-) -> Path:
+def path_of(implementation: str, query: Tensor, attention_inputs: AttentionInputs, softcap: float | None = None) -> Path:
     """The first row of this table that serves queries `[B, Hq, Q, D]`. Rows below the first are for causal attention that hides nothing
     but whole columns; under other masks, the model's own function takes their place.
 
         codes    one query, queries that read chosen blocks, up to 384 rows; in torch up to 16 queries
                      Each code is read once, under any mask. Beyond 400 rows, dequantizing is faster (rows "chunk" of `kernels.jsonl`).
                      In torch, the scores of more queries, in fp32, would exceed a dequantized layer.
-        tiles    more rows, where `attends_in_tiles`, if nobody observes the weights and the outputs in fp32 have at most CHUNK_BYTES
+        tiles    more rows, where `attends_in_tiles`, if the outputs in fp32 have at most CHUNK_BYTES
                      A code is dequantized once for up to 128 rows. Larger outputs would take more memory than chunks.
         chunks   eager inference in dtypes of flash attention, without a softcap under flash and flex
                      Memory is bounded. In torch a softcap is slow, which those two have in their kernels.
@@ -144,7 +142,7 @@ def path_of(
         return "codes"
     if not supports(query, attention_inputs) or (softcap is not None and implementation not in ("sdpa", NAME)):
         return "dense"
-    if not observed and 8 * query.numel() <= CHUNK_BYTES and attends_in_tiles(query, attention_inputs):
+    if 8 * query.numel() <= CHUNK_BYTES and attends_in_tiles(query, attention_inputs):
         return "tiles"
     return "chunks"
 
@@ -189,10 +187,7 @@ def _attend(
     if query.shape[2] > 1:
         notice_again(implementation, module, query, key, given, kwargs)
     if key.observer is not None:
-        _refuse_by_column(implementation, module, kwargs)
-        softcap = kernel_options(implementation, query, kwargs)["softcap"]
-        path = path_of(implementation, query, key.attention_inputs, softcap, observed=True)
-        return key.observer.attend(stock, implementation, path, module, query, key, value, given, *args, **kwargs)
+        return key.observer.attend(stock, implementation, module, query, key, value, given, *args, **kwargs)
     queries, tokens = query.shape[2], key.side.shape[2]
     mask = given
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[3] > tokens:
@@ -212,17 +207,6 @@ def _attend(
     if isinstance(mask, BlockMask) and mask.shape[-1] > tokens:
         mask = mask._adjust(queries, tokens)  # as above
     return stock(module, query, key.seen().dense(), value.seen().dense(), mask, *args, **kwargs)
-
-
-def _refuse_by_column(implementation: str, module: torch.nn.Module, keywords: dict[str, Any]) -> None:
-    """Raises NotImplementedError for keywords that may be about columns: a layer that evicts has its columns in another order."""
-    names = [] if "eager" in implementation else unknown(implementation, keywords)
-    names += ["position_bias"] if keywords.get("position_bias") is not None else []
-    if names:
-        raise NotImplementedError(
-            f"{type(module).__name__} calls attention with {', '.join(names)}, which a layer that evicts tokens cannot apply: leave out "
-            "the policy"
-        )
 
 
 def _attend_on_codes(

@@ -8,12 +8,12 @@ from typing import Protocol
 
 from transformers import DynamicCache
 
-from ..formats import Format, FormatByLayer
+from ..formats import FormatByLayer
 from ..formats.base import hint
 
 
-class PolicyLike(Protocol):
-    """A policy, which says what a cache evicts (`qkvcache.policies`)."""
+class Named(Protocol):
+    """An object with a name, by which users know it."""
 
     @property
     def name(self) -> str: ...
@@ -26,14 +26,14 @@ def layer_indices(skip_layers: Iterable[int]) -> tuple[int, ...]:
     return tuple(skip_layers)
 
 
-def refuse_unknown(cache: DynamicCache, options: Mapping[str, object], format: Format | FormatByLayer, policy: object) -> None:
-    """Raises TypeError for the first of the unknown `options`; the message names the format or policy that has the
-    option, or the nearest name."""
+def refuse_unknown(cache: DynamicCache, options: Mapping[str, object], parts: Mapping[str, tuple[str, object]]) -> None:
+    """Raises TypeError for the first of the unknown `options`; the message names the part of the cache that has the option, or the nearest
+    name. `parts`: by their option, the public module that has their classes, and they themselves."""
     for name, value in options.items():
         kinds = type(cache).__mro__[: type(cache).__mro__.index(DynamicCache)]
         known = dict.fromkeys(word for kind in kinds for word in _keywords(kind))
         fix = hint(name, known)
-        for word, module, part in (("format", "formats", format), ("policy", "policies", policy)):
+        for word, (module, part) in parts.items():
             if not isinstance(part, FormatByLayer | None) and name in _keywords(type(part)):
                 fix = f"it is the {word}'s: CompressedCache(config, {word}={module}.{type(part).__name__}({name}={value!r}))"
         raise TypeError(f"{type(cache).__name__} has no option {name}={value!r}: {fix}")

@@ -23,7 +23,7 @@ from ..layers.compressed import CompressedLayer, rows_of
 from ..layers.static_sliding import StaticSlidingLayer
 from ..releases import CACHE_ARGUMENT, warn_if_newer
 from ..rooms import feature, option
-from .arguments import PolicyLike, layer_indices, refuse_unknown
+from .arguments import Named, layer_indices, refuse_unknown
 from .biased import BiasedKeys, OutlyingKeys
 from .makers import maker_of
 from .memory import Memory, measured
@@ -36,25 +36,25 @@ if TYPE_CHECKING:
 
 
 class CompressedCache(DynamicCache):
-    """A KV cache that stores tokens compressed, attends to them while compressed, and can evict them by a policy.
+    """A KV cache that stores tokens compressed, attends to them while compressed, and can retain some of them only.
 
         model.generate(**inputs, cache=CompressedCache(model.config, format="turboquant_4bit_nc"))
         model.generate(**inputs, cache=CompressedCache(model.config, format="fp8", policy=policies.KeyDiff(budget=2048)))
 
     Layers with full attention are compressed, also those that hold a recurrent state beside it; sliding, linear and shared layers are
-    layers of transformers. Every feature of `generate` works: batches with padding, beams, several turns, deepcopy; and without a
-    policy, assisted decoding and offloading.
+    layers of transformers. Every feature of `generate` works: batches with padding, beams, several turns, deepcopy; and where all tokens
+    stay, assisted decoding and offloading.
 
     Args:
         config: the model's config. Optional where every layer has full attention.
         format: a registry name (`qkvcache.formats.REGISTRY`) or a Format; a sequence of these, one for each
             full-attention layer, including the layers of `skip_layers`; or the path of a calibration file with one
-            format for each layer (`qkvcache calibrate`). With a policy, None keeps tokens in the model's
-            dtype. A format with `center=False` warns once if the keys of a prompt have a large mean. With
+            format for each layer (`qkvcache calibrate`). None, where only some tokens are retained, keeps these in the
+            model's dtype. A format with `center=False` warns once if the keys of a prompt have a large mean. With
             others of fewer than 8 bits, a layer whose keys have an outlying channel stores its keys in int8,
             and the cache warns once; formats of a sequence or of a file stay as they are.
         policy: selects the tokens that are retained: a registry name (`qkvcache.policies.REGISTRY`) or a Policy; None
-            retains all. With a policy, exact zones hold only tokens that it protects: at most its `num_sink_tokens`
+            retains all. Exact zones then hold only tokens that it protects: at most its `num_sink_tokens`
             first and its `recent` last ones.
         num_sink_tokens: number of first tokens that stay in the model's dtype (attention sinks).
         residual_length: number of last tokens that stay in the model's dtype; nothing else improves quality as much
@@ -82,9 +82,7 @@ class CompressedCache(DynamicCache):
             from the number of layers; a file that is not a calibration file; negative sizes; a layer index that the
             model lacks.
         TypeError: `config`, `format`, `policy` or `skip_layers` of another type, neither format nor policy, an unknown option.
-        NotImplementedError: a policy with offloading, or on a model whose attention does not allow it (ALiBi, relative bias, latents);
-            `max_length` or `compile=True` with offloading, with a budget that is a share, with `positions="cache"`, and with policies
-            whose heads differ in what they retain (`alpha_safeguard`, `Budget.heads`).
+        NotImplementedError: options, or an option and a model, that do not go together (`docs/reference/limits.md`).
     """
 
     seen_ids: Tensor | None = None
@@ -95,7 +93,7 @@ class CompressedCache(DynamicCache):
         config: PreTrainedConfig | None = None,
         *,
         format: FormatLike | None = None,
-        policy: str | PolicyLike | None = None,
+        policy: str | Named | None = None,
         num_sink_tokens: int = 4,
         residual_length: int = 64,
         skip_layers: Iterable[int] = (),
@@ -106,12 +104,12 @@ class CompressedCache(DynamicCache):
         offloading: bool = False,
         **unknown: Never,
     ):
-        if format is None and policy is None:
+        self._maker = maker_of(self, policy=policy)
+        if format is None and self._maker.rule is None:
             raise TypeError("pass a format such as format='turboquant_4bit_nc', a policy such as policy='keydiff', or both")
         self.format = formats.resolve("identity" if format is None else format)
-        self._maker = maker_of(self, policy=policy)
         self.policy = self._maker.policy
-        refuse_unknown(self, unknown, self.format, self.policy)
+        refuse_unknown(self, unknown, {"format": ("formats", self.format)} | self._maker.parts)
         check_count("num_sink_tokens", num_sink_tokens)
         check_count("residual_length", residual_length)
         if max_length is not None:
@@ -144,10 +142,10 @@ class CompressedCache(DynamicCache):
             Cache.__init__(self, self._maker.stock(self._config), offloading=offloading, offload_only_non_sliding=False)
             self._maker.swap(self.layers, self._config)
         # transformers makes one mask for all layers without a window, sized for the first of them: it needs a column
-        # for each token that any of them holds. Layers that evict take the running step's columns from it.
+        # for each token that any of them holds. Layers with other columns take the running step's from it.
         self._keeps_all = next((i for i, layer in enumerate(self.layers) if _keeps_all(layer)), None)
         ours = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
-        if self._keeps_all is not None and self.compile and ((ours and self.policy) or max_length is None):
+        if self._keeps_all is not None and self.compile and ((ours and self._maker.rule) or max_length is None):
             raise NotImplementedError(
                 f"{self.fixed_by} on a model with layers other than full attention alone (layer {self._keeps_all}: "
                 f"{type(self.layers[self._keeps_all]).__name__}), whose masks have another length: leave out {self.fixed_by}"
@@ -209,7 +207,7 @@ class CompressedCache(DynamicCache):
         prefill_chunk_size: int | None = None,
         progress: bool = True,
     ) -> None:
-        """Fills the empty cache with a context, which the model reads twice, for policies that score tokens by the second reading (KVzip).
+        """Fills the empty cache with a context, which the model reads twice, to score tokens by the second reading (KVzip).
         `generate` with ids that begin with the context continues from it. The context is held uncompressed until the
         second reading ends.
 
@@ -224,7 +222,7 @@ class CompressedCache(DynamicCache):
 
         Raises:
             TypeError: ids or a chunk size of another type.
-            ValueError: a policy without a second reading, a cache that holds tokens, shapes that do not match, or a chunk size below 1.
+            ValueError: a cache that does not read twice or that holds tokens, shapes that do not match, or a chunk size below 1.
             NotImplementedError: compiled steps of a model with layers of other kinds than full attention, or layers with attention and a
                 recurrent state in one.
         """
@@ -258,9 +256,9 @@ class CompressedCache(DynamicCache):
         cache, by pickling.
 
         Raises:
-            NotImplementedError, before anything is written: a cache that was made without a config, formats and policies of other classes
-                than those of qkvcache, a preallocated cache that evicts or has an indexer or sliding layers, padded rows in a cache that
-                evicts.
+            NotImplementedError, before anything is written: a cache that was made without a config or with options of other classes
+                than those of qkvcache, a preallocated cache with an indexer, sliding layers or layers whose tokens do not all stay,
+                padded rows in such layers.
             OSError: the file cannot be written.
         """
         feature("saving").save(self, path)
@@ -294,12 +292,12 @@ class CompressedCache(DynamicCache):
             cache: a DynamicCache, with layers of any kind that transformers makes for the model.
             config: the config of the model.
             attention_mask: `[B, T]` of the tokens in the cache, 0 for padding; None: there is no padding.
-            **options: options of the class, such as `format` and `policy`.
+            **options: options of the class, such as `format`.
 
         Raises:
             TypeError: a cache of another kind.
             ValueError: another number of layers than the model has, a mask of another shape, more tokens than `max_length`.
-            NotImplementedError: a policy that needs the attention of the tokens; layers that hold no dense tokens.
+            NotImplementedError: options that need the attention of the tokens; layers that hold no dense tokens.
         """
         convert = feature("convert")
         convert.check_source(cache)
@@ -429,23 +427,22 @@ class CompressedCache(DynamicCache):
     def kept_positions(self, layer_idx: int = 0) -> Tensor:
         """Positions of the tokens that layer `layer_idx` retains, ascending, int32 `[B, H, T]`; -1 fills rows and heads that retain fewer.
 
-        A position is the rank of a token in its row, padding left out. Raises ValueError for a layer that evicts
-        nothing or is empty.
+        A position is the rank of a token in its row, padding left out. Raises ValueError for a layer that is
+        empty or retains all tokens.
         """
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if not isinstance(layer, CompressedLayer):
-            raise ValueError(f"layer {layer_idx} evicts nothing")
+            raise ValueError(f"layer {layer_idx} retains all tokens")
         return layer.positions()
 
     def __repr__(self) -> str:
         memory = self.memory()
         tokens = max((layer.get_seq_length() for layer in self.layers if hasattr(layer, "get_seq_length")), default=0)
         compressed = sum(isinstance(layer, CompressedLayer) and not isinstance(layer.format, formats.Identity) for layer in self.layers)
-        kinds = [getattr(layer, "snapshot_kind", None) for layer in self.layers]
-        evicting = sum(kind == "evicting" and i not in self._maker.exact for i, kind in enumerate(kinds))
-        options = {name: getattr(self, name) or None for name in ("policy", "attention_budget", "offload_pages")}
+        options = {name: part for name, (_, part) in self._maker.parts.items()} | {"attention_budget": self.attention_budget}
+        options |= {"offload_pages": True} if self.offload_pages else {}
         shown = "".join(f", {name}={x}" for name, x in (options | self._layer_options).items() if x is not None)
-        counts = {"compressed": compressed, "evicting": evicting}
+        counts = {"compressed": compressed, **self._maker.counts(self.layers)}
         counts = {name: count for name, count in counts.items() if count} or {"compressed": 0}
         layers = ", ".join(f"{count} of {len(self.layers)} {name}" for name, count in counts.items())
         formats_of = (getattr(layer, "format", None) for layer in self.layers)

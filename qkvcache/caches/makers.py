@@ -24,12 +24,27 @@ class LayerMaker:
     """Makes the layers of `cache`, which keep all tokens. A room may register another maker for an option (`rooms.py`)."""
 
     policy: Any = None
-    """What evicts tokens; None: nothing."""
+    """What chooses the tokens that stay; None: all stay."""
+    rule: str | None = None
+    """The same in words."""
+    reads_twice = False
+    """Whether `compress` reads a context."""
+    at_most = False
+    """Whether the bytes that a cache will take are known as an upper bound only."""
+    filling = 0
+    """Tokens beside the exact ones, and those of a page, with which all kernels of a layer run."""
+    lost = "nothing will be compressed"
+    """What users are told if no layer is of this library."""
 
     def __init__(self, cache: Any):
         self.cache = cache
         self.exact: frozenset[int] = frozenset()
         """Full-attention layers that are uncompressed layers of this library."""
+
+    @property
+    def parts(self) -> dict[str, tuple[str, Any]]:
+        """What the cache was given beside its format: by option, the public module of its class, and the object."""
+        return {}
 
     def prepare(self) -> None:
         """Called once before layers are made, when no refusal applies."""
@@ -57,7 +72,7 @@ class LayerMaker:
         full = [i for i, layer in enumerate(layers) if type(layer) in kinds]
         chosen = [i for i in full if i not in skipped]
         self.check(len(chosen))
-        if self.policy or cache.compile:
+        if self.rule or cache.compile:
             self.exact = frozenset(skipped.intersection(full))
         for i, format in zip(full, cache.format.for_layers(len(full)), strict=True):
             kind, own = kinds[type(layers[i])], config.per_layer_config[i]
@@ -76,9 +91,8 @@ class LayerMaker:
         why = f"no layer of this model has full attention, but {kinds}"
         if full:
             why = f"skip_layers={self.cache.skip_layers} contains every full-attention layer"
-        evicted = " and no token evicted" if self.policy else ""
         named = type(self.cache).__name__ != "CompressedCache"
-        warnings.warn(f"{why}: nothing will be compressed{evicted}", stacklevel=4 + 2 * named)
+        warnings.warn(f"{why}: {self.lost}", stacklevel=4 + 2 * named)
 
     def check(self, layers: int) -> None:
         """Raises ValueError for options that are not of so many compressed layers."""
@@ -112,18 +126,22 @@ class LayerMaker:
         return layer
 
     def uncompressed(self, kind: LayerKind, **options: Any) -> CompressedLayer:
-        """A new uncompressed layer of this library, for a cache that evicts or whose steps are compiled."""
+        """A new uncompressed layer of this library, for a cache whose masks need one."""
         return kind.make(Identity(), 0, 0, self.cache.max_length, self.cache.compile, **options)
 
     def compress(self, *args: Any, **options: Any) -> None:
         """`CompressedCache.compress`."""
-        raise ValueError("compress with policy=None: only KVzip reads a context twice; call generate")
+        raise ValueError("compress of a cache that retains all tokens: only KVzip reads a context twice; call generate")
 
     def check_source(self) -> None:
         """Raises NotImplementedError if the tokens of a cache that was filled elsewhere are not enough."""
 
+    def counts(self, layers: Any) -> dict[str, int]:
+        """The numbers of kinds of layers, beside those compressed, by what users call them."""
+        return {}
+
     def shrink(self, layer: Any, tokens: int, length: int) -> Any:
-        """`layer` with room for few tokens, so that it is soon full: it evicts beyond `tokens`, and `max_length` is `length`."""
+        """`layer` with room for few tokens, so that it is soon full: of `tokens`, and if it has a `max_length`, of `length`."""
         if isinstance(layer, CompressedLayer):
             layer.storage = None
             if layer.max_length is not None:

@@ -13,7 +13,7 @@ from ..layers.compressed import CompressedLayer
 @dataclass(frozen=True)
 class Bytes:
     """Bytes by role. `exact`: tokens in the model's dtype, including tokens of transformers' own layers. `bookkeeping`:
-    tables of kernels, and the token metadata that a policy needs."""
+    tables of kernels, and what layers note of tokens."""
 
     codes: int = 0
     scales: int = 0

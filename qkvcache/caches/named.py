@@ -12,14 +12,14 @@ from transformers.cache_utils import DynamicLayer
 
 from ..formats import FP8, NVFP4, Format, HadaQuant, Int4, Int8, TurboQuant
 from ..formats.base import check_count
-from .arguments import PolicyLike, layer_indices
+from .arguments import Named, layer_indices
 from .base import CompressedCache
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
 class Options(TypedDict, total=False):
-    """The options of CompressedCache that a cache with a policy of its own passes on."""
+    """The options of CompressedCache that every named cache passes on."""
 
     residual_length: int
     skip_layers: Iterable[int]
@@ -31,13 +31,13 @@ class Options(TypedDict, total=False):
 class FormatOptions(Options, total=False):
     """The options of CompressedCache that a cache with a format of its own passes on."""
 
-    policy: str | PolicyLike | None
+    policy: str | Named | None
     num_sink_tokens: int
     attention_budget: int | float | Literal["auto"] | None
     offload_pages: bool
 
 
-def makes(name: Literal["format", "policy"]) -> Callable[[Init], Init]:
+def makes(name: str) -> Callable[[Init], Init]:
     """Decorates the `__init__` of a cache that makes `name` itself: its signature lists the options of CompressedCache in place of
     `**options`, and `name` among the options raises TypeError."""
 

@@ -39,9 +39,7 @@ def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[
     if not on_triton(model.device):
         return
     prompt = cache._layer_options["num_sink_tokens"] + cache._layer_options["residual_length"] + GROUP + PAGE
-    policy = cache.policy
-    if policy is not None:
-        prompt += policy.num_sink_tokens + PAGE
+    prompt += cache._maker.filling
     for rows in (2, 1) if padded else (1,):
         fresh = copy.deepcopy(cache)
         fresh.reset()

@@ -160,7 +160,7 @@ def profile_heads(
     dtype: Annotated[str | None, typer.Option(help="Dtype of the model. Default: bfloat16 on a GPU, float32 on a CPU.")] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Measure which heads of a model look things up in a context: budgets for each head, with which eviction policies lose fewer facts.
+    """Measure which heads of a model look things up in a context: budgets for each head, with which fewer facts are lost.
 
     The model reads each window and repeats it, once: seconds on a GPU, a minute for 135 million parameters on two cores.
     """
@@ -173,7 +173,7 @@ def profile_heads(
     found = _measured(windowed, model, text, out, dtype, device)
     output({str(share): found.shares(share) for share in SHARES}, json_output, _shares(found))
     if not json_output:
-        usage = f"pass budget=HeadProfile.load({str(out)!r}).budget(0.25) to a policy, or head_profile={out} to an evaluation."
+        usage = f"pass SnapKV(budget=HeadProfile.load({str(out)!r}).budget(0.25)) to a cache, or head_profile={out} to an evaluation."
         print(f"Written to {out}: {usage}")
 
 

@@ -28,7 +28,6 @@ from ..options import (
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from ..evict.policies import Policy
     from ..planning import Plan
 
 
@@ -90,7 +89,7 @@ def plan(
     from ..planning.recommend import RECOMMENDED
 
     options = {
-        "policy": _policy(policy, budget), "context": context, "batch": batch, "requests": _mix(requests),
+        "policy": _chosen(policy=policy, budget=budget_of(budget)), "context": context, "batch": batch, "requests": _mix(requests),
         **_gpus(gpu_memory, tensor_parallel), "weights_memory": bytes_of(weights_memory, "--weights-memory"),
         "dtype": dtype and dtype_of(dtype), "num_sink_tokens": num_sink_tokens,
         "residual_length": residual_length, "max_length": max_length, "offload_pages": offload_pages,
@@ -162,17 +161,12 @@ def _config(model: str) -> PreTrainedConfig:
         ) from error
 
 
-def _policy(name: str | None, budget: float | None) -> Policy | None:
-    from ..evict import policies
+def _chosen(**words: Any) -> Any:
+    """What chooses the tokens that stay, by its options; None: all stay."""
+    from ..rooms import option
 
-    if name is None:
-        if budget is not None:
-            raise typer.BadParameter(f"{budget:g} without a policy: add --policy, such as --policy h2o", param_hint="--budget")
-        return None
-    try:
-        return policies.named(name, budget=budget_of(budget))
-    except (ValueError, TypeError) as error:
-        raise typer.BadParameter(str(error), param_hint="--policy, --budget") from error
+    with refusals():
+        return option("policy", {name: x for name, x in words.items() if x is not None} or None)
 
 
 def _mix(text: str | None) -> list[tuple[float, int, int]] | None:
@@ -190,8 +184,8 @@ def _table(plans: list[Plan]) -> Table:
     first, last = plans[0], plans[-1]
     fits = ("requests", "longest\ncontext") if first.batching is None else ("pages", "requests\nof the mix")
     headers = ("cache", "bytes a\ntoken", "MB a\nrequest", "times\nsmaller", *(fits if first.gpu_memory is not None else ()))
-    policy = f", {last.policy}" if last.policy else ""
-    grid = table(headers, left=("cache",), title=f"{last.model}, {last.context:,} tokens a request, {last.dtype}{policy}")
+    rule = f", {last.policy}" if last.policy else ""
+    grid = table(headers, left=("cache",), title=f"{last.model}, {last.context:,} tokens a request, {last.dtype}{rule}")
     for plan in plans:
         cells = [plan.format or plan.name, f"{plan.bytes_per_token:,.0f}", f"{plan.bytes_per_request / 1e6:,.1f}", f"{plan.ratio:.2f}"]
         if plan.batching is not None:

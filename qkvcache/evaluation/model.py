@@ -111,8 +111,8 @@ class CacheLM(HFLM):
         self.scoring, self.chunk = scoring, chunk
         self.measured = Measured()
         made = self.new_cache()  # raises now if the format does not support the model's heads
-        if isinstance(made, CompressedCache) and made.policy is not None and made.policy.second_reading:
-            raise NotImplementedError(f"policy={self.spec.policy!r} reads a context twice, which scoring does not: choose another policy")
+        if isinstance(made, CompressedCache) and made._maker.reads_twice:
+            raise NotImplementedError(f"{self.spec.name} reads a context twice, which scoring does not: choose another cache")
 
     def new_cache(self) -> Cache:
         return self.spec.make(self.model.config)
@@ -201,7 +201,7 @@ class CacheLM(HFLM):
         """Generates as lm-eval does, one batch of rows of equal length at a time.
 
         With `compress_before=TEXT` among the options (a task's `generation_kwargs`), the prompt up to its last TEXT
-        fills the cache, which then evicts; the rest, the question, is read through the cache.
+        fills the cache, which then drops tokens if it does; the rest, the question, is read through the cache.
         """
         mask, marker = options.pop("attention_mask", None), options.pop("compress_before", None)
         if self.scoring == "cached" and options.get("num_beams", 1) * options.get("num_return_sequences", 1) > 1:

@@ -27,7 +27,7 @@ def profile_heads(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> HeadProfile:
     """Measures which heads look up tokens of the context: the model reads windows of a text and then repeats them, and
-    the score of a token in a head is the attention that it receives from the repetition (`policies.KVzip`). Heads whose
+    the score of a token in a head is the attention that it receives from the repetition (`KVzip`). Heads whose
     tokens score high need much of a context.
 
         profile = profile_heads(model, tokenizer)
@@ -52,9 +52,9 @@ def profile_heads(
         raise NotImplementedError(f"{model.config.model_type} is an encoder-decoder: its cross attention is not compressed")
     if tokenizer is None and isinstance(text, PreTrainedTokenizerBase):
         tokenizer = text
-    policy, found = KVzip(budget=Budget(share=1.0)), list[list[Tensor]]()
+    reading, found = KVzip(budget=Budget(share=1.0)), list[list[Tensor]]()
     for number, ids in enumerate(windows_of(text, windows, context).to(model.device).split(1), 1):
-        dense, _ = read_twice(model, policy, ids, torch.ones_like(ids), tokenizer, progress=False)
+        dense, _ = read_twice(model, reading, ids, torch.ones_like(ids), tokenizer, progress=False)
         layers = [layer for layer in dense.layers if isinstance(layer, ReadingLayer)]
         if not layers:
             raise ValueError(f"no layer of {model.config.model_type} has full attention: there is nothing to profile")
@@ -62,7 +62,7 @@ def profile_heads(
             raise NotImplementedError(
                 f"profile_heads on {model.config.model_type}: its attention does not go through transformers' AttentionInterface"
             )
-        found.append([layer.scores[0, :, policy.num_sink_tokens :].cpu() for layer in layers])  # type: ignore[index]
+        found.append([layer.scores[0, :, reading.num_sink_tokens :].cpu() for layer in layers])  # type: ignore[index]
         progress(number, windows)
     ranks = (torch.arange(QUANTILES, dtype=torch.float32, device="cpu") + 0.5) / QUANTILES
     quantiles = tuple(

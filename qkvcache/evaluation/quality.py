@@ -4,7 +4,7 @@ Every measurement prefills a context and reads a continuation through the cache.
 cache, so that only reading from the cache is measured. Numbers are kept for each passage. Tokens of one passage are
 read through the same codes and are not independent: standard errors are of the means of passages, and two caches
 are compared by their differences on the same passages. The question of a recall case is unseen when the context is
-compressed. If it is seen (on request), it ends the prompt, and a policy evicts with knowledge of it.
+compressed. If it is seen (on request), it ends the prompt, and tokens are chosen with knowledge of it.
 """
 
 from __future__ import annotations
@@ -44,12 +44,11 @@ class Prefilled(DynamicCache):
     @torch.no_grad()
     def fill(self, cache: Cache, model: PreTrainedModel, ids: Tensor, tokenizer: PreTrainedTokenizerBase | None = None) -> Cache:
         """Fills `cache` as a prefill of `ids` `[B, T]` without padding does, and returns it. The model reads `ids`
-        again for caches that evict, and if some layers do not have full attention. With `tokenizer`, policies that read
+        again for caches that follow its attention, and if some layers do not have full attention. With `tokenizer`, caches that read
         the context twice ask for its repetition (`CompressedCache.compress`)."""
-        policy = cache.policy if isinstance(cache, CompressedCache) else None
-        if policy and policy.second_reading:
-            cache.compress(model, ids, tokenizer=tokenizer, progress=False)  # type: ignore[attr-defined]
-        elif policy or not self.copies:
+        if isinstance(cache, CompressedCache) and cache._maker.reads_twice:
+            cache.compress(model, ids, tokenizer=tokenizer, progress=False)
+        elif not (self.copies and keeps_all(cache)):
             model(ids, **passing(cache), logits_to_keep=1)
         else:
             for index, layer in enumerate(self.layers):
@@ -130,14 +129,19 @@ def at_once(cache: Cache) -> int:
     read one by one.
 
     The tokens of a step attend to each other exactly and to older tokens as stored, which makes no difference until the
-    residual is full. Caches that evict or are preallocated change with every token; with a budget each token chooses what it reads.
+    residual is full. Caches that drop tokens or are preallocated change with every token; with a budget each token chooses what it reads.
     """
     if not isinstance(cache, CompressedCache):
         return GROUP + 1 if isinstance(cache, DynamicCache) else 1
-    if cache.policy or cache.max_length or _chooses(cache):
+    if not keeps_all(cache) or cache.max_length or _chooses(cache):
         return 1
     free = [layer.storage.free for layer in cache.layers if isinstance(layer, CompressedLayer) and layer.storage]
     return max(min(free, default=GROUP + 1), 1)
+
+
+def keeps_all(cache: Cache) -> bool:
+    """Whether all tokens stay in the layers of this library."""
+    return not (isinstance(cache, CompressedCache) and cache._maker.rule)
 
 
 def _chooses(cache: Cache) -> bool:

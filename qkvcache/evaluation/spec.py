@@ -13,8 +13,8 @@ from ..formats.base import check_count
 from ..rooms import option
 
 DENSE = "dynamic"
-OF_POLICY = ("budget", "recent", "head_profile")
-"""Options that need a policy."""
+WORDS = ("policy", "budget", "recent", "head_profile")
+"""Options that say which tokens stay."""
 OF_ANY = ("residual_length", "max_length", "attention_budget", "offload_pages")
 """Options that CompressedCache takes under the same names."""
 
@@ -28,10 +28,10 @@ class CacheSpec:
             transformers' own DynamicCache.
         policy: the name of an eviction policy (`qkvcache.policies.named`), such as `snapkv` or `adakv_snapkv`. With
             `cache="identity"` tokens stay in the model's dtype.
-        budget: the budget of the policy: tokens (int) or a share of the tokens seen (float).
-        recent: as the policy takes it; None: its default.
+        budget: the tokens that stay (int), or their share of the tokens seen (float).
+        recent: how many of these are the last ones; None: the default of what chooses them.
         head_profile: the path of a profile of the model (`qkvcache profile-heads`), which divides the budget among heads.
-        num_sink_tokens: first tokens that stay in the model's dtype and that the policy retains; None: 4, and the policy's default.
+        num_sink_tokens: first tokens that stay, in the model's dtype; None: 4, and the default of what chooses tokens.
         residual_length, max_length, attention_budget, offload_pages: as CompressedCache takes them.
 
     Raises:
@@ -54,8 +54,7 @@ class CacheSpec:
         if not isinstance(self.cache, str):
             raise TypeError(f"cache={self.cache!r}: expected {DENSE!r} or the name of a format such as 'turboquant_4bit_nc'")
         given = [field.name for field in fields(self)[1:] if getattr(self, field.name) != field.default]
-        if self.policy is None and (of_policy := [name for name in OF_POLICY if name in given]):
-            raise ValueError(f"{', '.join(of_policy)} without a policy: add one, such as policy=h2o")
+        self._chosen()
         if self.dense and given:
             raise ValueError(f"cache={DENSE!r} takes no {' and no '.join(given)}: pass a format, or cache='identity' for the model's dtype")
         check_count("num_sink_tokens", self._exact)
@@ -63,18 +62,11 @@ class CacheSpec:
         option("attention_budget", self.attention_budget)
         if not self.dense:
             formats.resolve(self.cache)
-        if self.policy is not None:
-            self._policy()
 
-    def _policy(self) -> Any:
-        from ..evict import policies  # a room, which may not be there
-
-        options = {name: value for name in (*OF_POLICY, "num_sink_tokens") if (value := getattr(self, name)) is not None}
-        if profile := options.pop("head_profile", None):
-            if self.budget is None or issubclass(policies.REGISTRY.get(str(self.policy), policies.Policy), policies.SinkWindow):
-                raise ValueError(f"head_profile={profile!r} divides a budget: pass budget, and a policy that has one, such as snapkv")
-            options["budget"] = policies.HeadProfile.load(profile).budget(self.budget)
-        return policies.named(str(self.policy), **options)
+    def _chosen(self) -> Any:
+        """What chooses the tokens that stay; None: all stay."""
+        words = {name: x for name in (*WORDS, "num_sink_tokens") if (x := getattr(self, name)) is not None}
+        return option("policy", words if words.keys() & {*WORDS} else None)
 
     @property
     def _exact(self) -> int:
@@ -86,19 +78,18 @@ class CacheSpec:
 
     @property
     def name(self) -> str:
-        if self.policy is None:
-            where = ", pages on the host" * self.offload_pages
-            return self.cache if self.attention_budget is None else f"{self.cache} reading {_amount(self.attention_budget)}{where}"
-        budget = "" if self.budget is None else f" {_amount(self.budget)}"
-        return f"{self.cache} + {self.policy}{budget}" + (" by head" if self.head_profile else "")
+        words = self.policy, "" if self.budget is None else _amount(self.budget), "by head" if self.head_profile else ""
+        if chosen := " ".join(filter(None, words)):
+            return f"{self.cache} + {chosen}"
+        where = ", pages on the host" * self.offload_pages
+        return self.cache if self.attention_budget is None else f"{self.cache} reading {_amount(self.attention_budget)}{where}"
 
     def make(self, config: PreTrainedConfig) -> DynamicCache:
         """A new cache for a model of this config. Raises ValueError for heads that the format does not support."""
         if self.dense:
             return DynamicCache(config=config)
-        policy = None if self.policy is None else self._policy()
         zones = {"num_sink_tokens": self._exact, **{name: getattr(self, name) for name in OF_ANY}}
-        return CompressedCache(config, format=self.cache, policy=policy, **zones)  # type: ignore[arg-type]
+        return CompressedCache(config, format=self.cache, policy=self._chosen(), **zones)  # type: ignore[arg-type]
 
 
 def _amount(budget: float | str) -> str:

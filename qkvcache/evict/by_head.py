@@ -14,12 +14,12 @@ from torch import Tensor
 from ..kernels import AttentionInputs, PagedInputs, Pair, Prepared, TokenInputs, Work
 from ..kernels.paged_inputs import COLUMNS, RING_ROW, RING_START, RING_TOKENS, SINK_ROW, SINKS
 from ..storage.storage import sides_of
-from ..storage.tail import TokenFields
 from .eviction import append_and_share
 from .head_pages import HeadPages
 from .metadata import no_tokens
 from .policies.budget import ONE, share_of, times
 from .storage import EvictingStorage
+from .tail import TokenFields
 
 
 class StorageByHead(EvictingStorage):

@@ -20,11 +20,12 @@ from ..attention.masks import kernel_options
 from ..attention.padding import PlainAttention, await_attention
 from ..attention.route import NAME, install
 from ..autocast import without_autocast
-from ..kernels import Pair, sum_attention
+from ..kernels import Pair
 from ..kernels.attend.chunked import ChunkedKV, attend_chunked, supports_queries
 from ..progress import reading
 from ..releases import passing
 from .layer import EvictingLayer
+from .observe import sum_attention
 from .policies import KVzip
 from .policies.budget import share_of
 from .policies.kvzip import weigh_heads
@@ -135,7 +136,7 @@ class ReadingLayer(DynamicLayer):
         whole = query.shape[2] == pair[0].shape[2]  # which the model's own function attends to faster
         if padded or whole or not plain or not query.is_cuda or not supports_queries(query, pair[1].shape[3]):
             return attention, None
-        out, lse, _ = attend_chunked(query, ChunkedKV(pair, 0, lambda _: iter(())), **options)
+        out, lse = attend_chunked(query, ChunkedKV(pair, 0, lambda _: iter(())), **options)
         return attention._replace(output=out.transpose(1, 2).contiguous()), lse
 
     def _score(self, attention: PlainAttention, reading: Reading, lse: Tensor | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from ..kernels.host.dispatch import module, on_triton, quantizes
 from ..kernels.host.handles import ORDER, inputs_of
 from ..kernels.host.ops import HANDLE, operator
+from ..kernels.pages import Pages
 from ..kernels.segments import Pair
 from . import replace as replacing
 from . import rotate as rotating
@@ -43,6 +44,14 @@ def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
     # Each head stores a copy of shared buffers, since it evicts on its own.
     kernels = module(KERNELS) if pages.by_page and quantizes(pages.codecs, static.ring) and not shared else evicting
     return kernels.evict_token(static, order)
+
+
+def launch_into(pages: Pages, x: Pair) -> Callable[[Pair, Tensor], None] | None:
+    """A function that quantizes keys and values like `x` in place of tokens of their rows, int64 `[B, H, T]`, negative for those that are
+    not stored, with its launch prepared; None if there is no kernel for it."""
+    if not (pages.by_page and x[0].numel() and quantizes(pages.codecs, x)):
+        return None
+    return module("store.triton_store").launch_into(pages, x)
 
 
 def replace_lowest(

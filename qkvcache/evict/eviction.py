@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import Pair, both
-from ..storage.paged import RowPages
 from .dispatch import replace_lowest
 from .head_pages import HeadPages
 from .metadata import TokenFields, TokenMetadata
 from .policies.ranking import first_of, highest
+from .slot_pages import SlotPages
 
 
 def append_and_evict(
-    region: RowPages, metadata: TokenMetadata, new: Pair, fields: TokenFields, limit: int, row_limits: Tensor | None
+    region: SlotPages, metadata: TokenMetadata, new: Pair, fields: TokenFields, limit: int, row_limits: Tensor | None
 ) -> bool:
     """Adds keys and values `new` `[B, H, N, D]` with their `fields` to `region`; returns whether all were appended and
     no token was evicted.
@@ -63,7 +63,7 @@ def append_and_evict(
     return False
 
 
-def append_and_replace(region: RowPages, metadata: TokenMetadata, new: Pair, fields: TokenFields, limit: int) -> None:
+def append_and_replace(region: SlotPages, metadata: TokenMetadata, new: Pair, fields: TokenFields, limit: int) -> None:
     """`append_and_evict` for few new tokens: as many as fit are appended, and the others replace the last tokens in the order of
     retention. All rows may hold `limit` tokens."""
     fits, held = limit - region.length, metadata.region

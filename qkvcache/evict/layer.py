@@ -10,7 +10,7 @@ If steps are compiled, a step of one token runs in the static layout; prompts an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -19,9 +19,11 @@ from ..attention.compressed_kv import CompressedKV
 from ..autocast import without_autocast
 from ..formats import Format, Identity
 from ..kernels import AttentionInputs, Pair
+from ..kernels.host.dispatch import module
 from ..layers.compressed import CompressedLayer
 from ..storage import check_room
 from .by_head import StorageByHead
+from .observe import KEYS, once
 from .observer import attend_observed
 from .policies import Arrivals, Budget, Policy
 from .rope import Rope
@@ -261,9 +263,9 @@ class EvictingLayer(CompressedLayer):
         self._note(step, attention_sums)
 
     @torch.no_grad()
-    def observe(self, query: Tensor, scaling: float, attention_sums: Tensor | None) -> None:
+    def observe(self, query: Tensor, plan: Any, lse: Tensor, arguments: Any) -> None:
         """`begin_attention` and `end_attention` of a step whose attention was planned (`attention/plan.py`): of one token, which is no
-        padding in any row, with sums by slot."""
+        padding in any row. `lse`, `arguments`: as `plan.run` returned them."""
         step: Step | None = self.step
         storage: EvictingStorage = self._storage  # type: ignore[assignment]
         if step is None:
@@ -273,8 +275,9 @@ class EvictingLayer(CompressedLayer):
             if storage.metadata.counts:
                 storage.metadata.wait()
             else:
-                storage.metadata.append(self._arrivals(step, query, scaling))
-        self._note(step, attention_sums)
+                storage.metadata.append(self._arrivals(step, query, plan.scaling))
+        observed = once(len(query), query.device) if storage.metadata.observes else None
+        self._note(step, None if observed is None else module(KEYS).sum_keys(plan, lse, arguments, observed))
 
     def _note(self, step: Step, attention_sums: Tensor | None) -> None:
         """Ends the attention of `step`, with sums by slot."""
@@ -315,6 +318,12 @@ class EvictingLayer(CompressedLayer):
     def attend(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Attention over the layer (`evict/observer.py`)."""
         return attend_observed(*args, **kwargs)
+
+    def refuse(self, what: str) -> Never:
+        """Raises NotImplementedError for `what` a model does."""
+        raise NotImplementedError(
+            f"{what}, and a cache that evicts tokens must see attention to them as it returned them: leave out the policy"
+        )
 
     def end_prompt(self, is_valid: Tensor | None) -> None:
         self.begin_attention(is_valid)
@@ -368,6 +377,13 @@ class EvictingLayer(CompressedLayer):
                 f"crop({tokens_to_remove}): a cache that evicts tokens cannot take steps back, as assisted and prompt-lookup decoding do; "
                 "use a cache without a policy for these"
             )
+
+    @property
+    def rule(self) -> str:  # type: ignore[override]
+        return type(self.policy).__name__
+
+    def identity(self) -> str:
+        return f"{super().identity()}, {self.policy!r}, {self.budget!r}, {self.rope is not None}"
 
     def reset(self) -> None:
         super().reset()

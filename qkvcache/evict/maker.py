@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import StaticSlidingWindowLayer
+from transformers.cache_utils import LinearAttentionLayer, StaticSlidingWindowLayer
 
 from ..caches.makers import UNLIMITED, LayerMaker
 from ..formats import Format, Identity
 from ..layers.compressed import CompressedLayer
 from ..layers.kinds import LayerKind
 from ..layers.static_sliding import StaticSlidingLayer
-from ..storage import check_room
+from ..storage import PAGE, check_room
 from . import policies
 from .compress import fill, read_twice
 from .layer import EvictingLayer
@@ -30,11 +30,29 @@ class EvictingMaker(LayerMaker):
     """Makes the layers of `cache`, which retain the tokens that `policy` selects."""
 
     policy: Policy
+    lost = "nothing will be compressed and no token evicted"
 
     def __init__(self, cache: Any, policy: str | Policy):
         super().__init__(cache)
         self.policy = policies.resolve(policy)
         self.rope: Rope | None = None
+        self.reads_twice, self.at_most = self.policy.second_reading, self.policy.alpha_safeguard is not None
+        self.filling = self.policy.num_sink_tokens + PAGE
+
+    @property
+    def rule(self) -> str:  # type: ignore[override]
+        """The policy in words, with its mean budget over layers."""
+        budgets = self.policy.budgets
+        tokens, share = round(sum(b.tokens for b in budgets) / len(budgets)), sum(b.share for b in budgets) / len(budgets)
+        parts = (f"{tokens:,}" if tokens else "", f"{share:.0%}" if share else "")
+        return f"{self.policy.name} {' + '.join(filter(None, parts))}"
+
+    @property
+    def parts(self) -> dict[str, tuple[str, Any]]:
+        return {"policy": ("policies", self.policy)}
+
+    def counts(self, layers: Any) -> dict[str, int]:
+        return {"evicting": sum(isinstance(layer, EvictingLayer) and i not in self.exact for i, layer in enumerate(layers))}
 
     def prepare(self) -> None:
         if self.cache._config is not None and (what := of_rope(self.policy)):
@@ -62,7 +80,9 @@ class EvictingMaker(LayerMaker):
     def _evicting(self, kind: LayerKind, format: Format, policy: Policy, budget: Budget, **options: Any) -> CompressedLayer:
         cache = self.cache
         policy = replace(policy, interval=1) if cache.compile else policy
-        make: Any = EvictingLayer if kind.evicting is None else kind.evicting()
+        make: Any = EvictingLayer
+        if LinearAttentionLayer in getattr(kind.make, "__mro__", ()):
+            from .recurrent import EvictingHybridLayer as make  # of two rooms
         deferred = bool(getattr(cache._config, "num_kv_shared_layers", 0))
         layer = make(format, policy, budget, deferred=deferred, max_length=cache.max_length, compile=cache.compile, **options)
         layer.running = cache._running

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import Pair, both
-from ..storage.tail import Tail, TokenFields
 from .head_pages import HeadPages
 from .policies import Arrivals, Budget, Policy, Rotation, Tokens, given
 from .replace import ranked, total_order
+from .tail import Tail, TokenFields
 
 
 def no_tokens(policy: Policy, like: Tensor) -> TokenFields:

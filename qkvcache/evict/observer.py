@@ -28,26 +28,23 @@ from ..attention.masks import (
     mask_of_new,
     new_tokens,
     sees_itself,
+    unknown,
 )
 from ..attention.plan import AttentionPlan
-from ..kernels import (
-    Exact,
-    KeysOrValues,
-    attend_pages,
-    observe_on_codes,
-    observes_slots,
-    prefill_with_lse,
-    sum_attention,
-)
+from ..attention.route import path_of
+from ..kernels import Exact, KeysOrValues, attend_on_codes, attend_pages
 from ..kernels.attend.chunked import attend_chunked
+from .observe import observe_chunks, observe_on_codes, observe_pages, observes_slots, sum_attention
+from .prefill import prefill_with_lse
 
 
 def attend_observed(
-    stock: Callable, implementation: str, path: str, module: torch.nn.Module, query: Tensor, key: CompressedKV, value: CompressedKV,
+    stock: Callable, implementation: str, module: torch.nn.Module, query: Tensor, key: CompressedKV, value: CompressedKV,
     mask: Any, *args: Any, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`route` for an evicting layer. `path`: the result of `path_of`."""
+    """`route` for an evicting layer."""
     observer = key.observer
+    _refuse_by_column(observer, implementation, module, kwargs)
     if observer.is_static and query.shape[2] == 1:
         return _attend_static(stock, implementation, module, query, key, value, mask, *args, **kwargs)
     batch, queries, tokens = query.shape[0], query.shape[2], key.shape[2]
@@ -55,7 +52,7 @@ def attend_observed(
     options, policy = kernel_options(implementation, query, kwargs), observer.policy
     observed = _query_weights(policy.observation_window, policy.decay, new.is_valid, query)
     if new.causal and new.is_valid is None and "eager" not in implementation and not kwargs.get("dropout"):
-        plan = AttentionPlan.of(implementation, module, query, key, mask, kwargs, None, options, observed)
+        plan = AttentionPlan.of(implementation, module, query, key, mask, kwargs, None, options)
         if plan is not None:
             key.attention_inputs.running.plan = plan  # type: ignore[union-attr]
             return plan.attend(query, key, kwargs), None
@@ -64,18 +61,23 @@ def attend_observed(
     valid = functools.cache(observer.valid_columns)  # not computed for attention over pages
     last = _last(policy.observation_window, new.is_valid, queries)
     in_order = in_order and (valid() is None if mask is None else mask.shape[-1] == tokens)  # layers of a kind share it
+    path = path_of(implementation, query, key.attention_inputs, options["softcap"])
+    path = "chunks" if path == "tiles" else path
     on_path = path == "codes" or (path == "chunks" and new.causal)
     if paged and "eager" not in implementation and implementation != "sdpa":
         stock, implementation = full_attention, NAME  # the masks of flash and flex are the same for all heads
     if not in_order and on_path and "eager" not in implementation and not kwargs.get("dropout"):
+        attention_sums = None
         if path == "chunks":
             hidden = None if (shown := valid()) is None else ~shown
-            counted = None if observed is None else observed[:, last]
-            out, _, attention_sums = attend_chunked(query, key.attention_inputs, hidden, observed=counted, **options)
+            if observed is None:
+                out = attend_chunked(query, key.attention_inputs, hidden, **options)[0]
+            else:
+                out, attention_sums = observe_chunks(query, key.attention_inputs, hidden, observed=observed[:, last], **options)
         else:
             out, attention_sums = _attend_on_codes(query, key, new, valid, observed, options)
         by_slot = paged or (path == "codes" and observes_slots(query, key.attention_inputs))
-        observer.end_attention(None if observed is None else attention_sums, by_slot)
+        observer.end_attention(attention_sums, by_slot)
         return out.transpose(1, 2).contiguous(), None
 
     keys, values = key, value
@@ -102,21 +104,34 @@ def attend_observed(
     return out, weights
 
 
+def _refuse_by_column(observer: Any, implementation: str, module: torch.nn.Module, keywords: dict[str, Any]) -> None:
+    """Raises NotImplementedError for keywords that may be about columns: those of an evicting layer are in another order."""
+    names = [] if "eager" in implementation else unknown(implementation, keywords)
+    names += ["position_bias"] if keywords.get("position_bias") is not None else []
+    if names:
+        observer.refuse(f"{type(module).__name__} calls attention with {', '.join(names)}")
+
+
 def _attend_on_codes(
     query: Tensor, key: CompressedKV, new: NewTokens, valid: Callable[[], Tensor | None], observed: Tensor | None, options: dict[str, Any],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention on the codes for a few queries under any mask, and the attention sums of the `observed` queries."""
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Attention on the codes for a few queries under any mask, and the attention sums of the `observed` queries, if there are any."""
     inputs = key.attention_inputs
     if inputs.by_head:
         mask = None if new.causal and new.is_valid is None else joined_by_head(inputs.paged, new, query)
-        out, _, attention_sums = attend_pages(query, inputs.paged, mask, causal=mask is None, observed=observed, **options)
-        return out, attention_sums
+        options = options | {"causal": mask is None}
+        if observed is None:
+            return attend_pages(query, inputs.paged, mask, **options)[0], None
+        return observe_pages(query, inputs.paged, mask, observed=observed, **options)
     if new.causal:  # costs a kernel less than a mask of queries x tokens
         shown = valid()
         mask = None if shown is None else shown[:, None, None]
     else:
         mask = joined(valid(), new.mask, query, key.shape[2])
-    return observe_on_codes(query, inputs, mask, observed=observed, causal=new.causal, **options)
+    options = options | {"causal": new.causal}
+    if observed is None:
+        return attend_on_codes(query, inputs, mask, **options), None
+    return observe_on_codes(query, inputs, mask, observed=observed, **options)
 
 
 def _mask_of_all(implementation: str, valid: Tensor | None, new: NewTokens, query: Tensor, tokens: int) -> Tensor | None:
@@ -152,9 +167,12 @@ def _attend_static(
         if observed is not None and isinstance(weights, Tensor):
             attention_sums = _summed(weights, key, observed.float())
     else:
-        out, attention_sums = observe_on_codes(query, key.attention_inputs, shown, observed=observed, **options)
+        if observed is None:
+            out = attend_on_codes(query, key.attention_inputs, shown, **options)
+        else:
+            out, attention_sums = observe_on_codes(query, key.attention_inputs, shown, observed=observed, **options)
         out = out.transpose(1, 2).contiguous()
-    observer.end_attention(None if observed is None else attention_sums)
+    observer.end_attention(attention_sums)
     return out, weights
 
 

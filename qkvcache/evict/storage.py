@@ -44,16 +44,16 @@ from ..kernels import (
     launch_of_step,
 )
 from ..kernels.paged_inputs import COLUMNS, LENGTH, RING_ROW, RING_START, RING_TOKENS, SINK_ROW
-from ..storage.paged import RowPages
 from ..storage.storage import LayerStorage, attention_inputs_of, extended, sides_of, zone_room
-from ..storage.tail import Tail, TokenFields
 from .dispatch import append_token, evict_token
 from .eviction import append_and_evict, append_and_replace
 from .head_pages import HeadPages
 from .metadata import TokenMetadata, no_tokens
 from .policies import Arrivals, Budget, Policy, Rotation
 from .policies.budget import Count
+from .slot_pages import SlotPages
 from .static import StaticTensors, gather_columns
+from .tail import Tail, TokenFields
 
 
 @dataclass(eq=False)
@@ -86,7 +86,7 @@ class EvictingStorage(LayerStorage):
     """
 
     tokens: Any
-    """`RowPages`; `HeadPages` in `StorageByHead`."""
+    """`SlotPages`; `HeadPages` in `StorageByHead`."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class EvictingStorage(LayerStorage):
         return None
 
     def _new_pages(self, like: Pair) -> Any:
-        return RowPages(self.codecs, both(lambda x: x[:, :, :0], like), per_head=True)
+        return SlotPages(self.codecs, both(lambda x: x[:, :, :0], like))
 
     def change_codecs(self, codecs: tuple[Codec, Codec]) -> None:
         """Quantizes all tokens by other codecs. No token may be quantized yet."""

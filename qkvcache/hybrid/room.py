@@ -5,18 +5,10 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, Linea
 from ..layers.kinds import LayerKind
 from .layer import HybridLayer
 
-
-def _evicting() -> type:
-    from .evicting import EvictingHybridLayer  # of two rooms
-
-    return EvictingHybridLayer
-
-
 KINDS = (
     LayerKind(
         (LinearAttentionAndFullAttentionLayer, LinearAttentionAndStaticFullAttentionLayer),
         HybridLayer,
         options=lambda layer, config: {"number_of_states": layer.number_of_states},
-        evicting=_evicting,
     ),
 )

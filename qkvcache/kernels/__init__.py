@@ -1,8 +1,7 @@
 """Attention on compressed keys and values."""
 
 from .attend.matmul import matmul_fp32, quadratic_form
-from .attend.prefill import prefill_with_lse
-from .attend.reference import attend, attend_observed
+from .attend.reference import attend
 from .host import ops
 from .host.dispatch import (
     attend_on_codes,
@@ -14,11 +13,8 @@ from .host.dispatch import (
     compiles_step,
     dense,
     dequantize_pages,
-    launch_into,
     launch_of_step,
     load_ahead,
-    observe_on_codes,
-    observes_slots,
     on_triton,
     plan_on_codes,
     plan_pages,
@@ -29,7 +25,6 @@ from .host.dispatch import (
     reads_together,
     split_rows,
     step,
-    sum_attention,
     unfold,
 )
 from .host.handles import give_handle

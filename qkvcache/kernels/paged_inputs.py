@@ -39,14 +39,14 @@ class Select(Protocol):
 
     def attend(
         self,
-        attend: Callable[..., tuple[Tensor, Tensor, Tensor]],
+        attend: Callable[..., tuple[Tensor, Tensor]],
         by_kernel: bool,
         query: Tensor,
         inputs: PagedInputs,
         mask: Tensor | None,
         keys: list[Packed] | None,
         **options: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """`attend`, by kernels or not, over the blocks that `query` chooses. `keys`: the quantized keys of all
         rows, in order, if the caller has them."""
 

@@ -38,18 +38,23 @@ KINDS = (
     LayerKind((DynamicLayer, StockStaticLayer), LatentLayer, has_latents, _latents, _head_dim),
     LayerKind((DynamicIndexedLayer, StaticIndexedLayer), IndexedLayer, options=_indexed, head_dim=_head_dim),
 )
-ON_MODEL = "policy={cache.policy.name} on {cache._config.model_type}"
+
+
+def _ranked(why: str, applies: Any) -> Refusal:
+    def of(cache: Any) -> bool:
+        return cache.policy is not None and applies(cache)
+
+    return Refusal(WISH, "policy={cache.policy.name} on {cache._config.model_type}", why, "leave out the policy", of)
+
+
 REFUSALS = (
     Refusal(
         WISH, "attention_budget={cache.attention_budget} on {cache._config.model_type}", "its latents are read whole", "leave it out",
         lambda cache: cache.attention_budget is not None and cache._config is not None and absorb(cache._config),
     ),
-    Refusal(
-        WISH, ON_MODEL, "its indexer selects keys by column", "leave out the policy",
-        lambda cache: cache.policy is not None and _of_model(cache, "index_topk", "indexer_budget"),
-    ),
-    Refusal(
-        WISH, ON_MODEL, "it expands latents after the cache, so that attention does not see what is stored", "leave out the policy",
-        lambda cache: cache.policy is not None and cache._config is not None and has_latents(cache._config),
+    _ranked("its indexer selects keys by column", lambda cache: _of_model(cache, "index_topk", "indexer_budget")),
+    _ranked(
+        "it expands latents after the cache, so that attention does not see what is stored",
+        lambda cache: cache._config is not None and has_latents(cache._config),
     ),
 )  # fmt: skip

@@ -106,6 +106,8 @@ class CompressedLayer(CacheLayerMixin):
     """Whether the kernels of a step are those that `compile_step` compiles while a prompt is read."""
     is_restorable = True
     """Whether a step that ended between two layers can be taken back."""
+    rule = ""
+    """What chooses the tokens that stay, by its attention; empty: all stay."""
 
     def __init__(
         self,
@@ -564,8 +566,13 @@ class CompressedLayer(CacheLayerMixin):
         return self.get_seq_length()
 
     def positions(self) -> Tensor:
-        """Positions of the tokens that are left. Raises ValueError for a layer that evicts nothing."""
-        raise ValueError("the layer evicts nothing")
+        """Positions of the tokens that stay. Raises ValueError for a layer in which all do."""
+        raise ValueError("the layer retains all tokens")
+
+    def identity(self) -> str:
+        """What is the same for layers that store the same tokens alike, as text."""
+        format = self.made_with
+        return f"{format.name} ({type(format).__module__}.{format!r}), exact {self.num_sink_tokens} + {self.residual_length}"
 
     def why_not_taken(self) -> str | None:
         """The reason why the contents cannot be taken out (`prefix/snapshot.py`); None: they can."""

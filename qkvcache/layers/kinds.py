@@ -36,7 +36,6 @@ class LayerKind:
         serves: whether it comes in the place of these layers in a model with this text config.
         options: further arguments for the layer in place of `layer`, whose own config is given.
         head_dim: the channels of a key in a layer with this config, which the format must hold; None: not known.
-        evicting: the class, imported on first use, that evicts; None: a policy leaves the layer as it is.
     """
 
     stock: tuple[type, ...]
@@ -44,7 +43,6 @@ class LayerKind:
     serves: Callable[[PreTrainedConfig], bool] = lambda config: True
     options: Callable[[Any, PreTrainedConfig], dict[str, Any]] = no_options
     head_dim: Callable[[PreTrainedConfig], int | None] = head_dim_of
-    evicting: Callable[[], type] | None = None
 
 
 COMPRESSED = LayerKind((DynamicLayer, StockStaticLayer), CompressedLayer)

@@ -1,7 +1,7 @@
 """The bytes of a cache, measured on storage of its final size on the meta device.
 
 The code that allocates a cache is the arithmetic of its layout: what a step makes room for, how pages grow and are aligned, which tables a
-policy needs. Formulas beside it would have to follow each change of it, and planned bytes would no longer be held bytes by construction."""
+layer needs. Formulas beside it would have to follow each change of it, and planned bytes would no longer be held bytes by construction."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def cache_bytes(
 
 def _kind(layer: object) -> tuple:
     """A key that is equal for layers of one cache that hold the same number of bytes for the same shape."""
-    of = ("budget", "sliding_window", "format", "residual_length", "max_cache_len", "max_length", "is_compileable")
-    return type(layer), id(getattr(layer, "policy", None)), *(getattr(layer, name, None) for name in of)
+    of = ("rule", "budget", "sliding_window", "format", "residual_length", "max_cache_len", "max_length", "is_compileable")
+    return type(layer), *(getattr(layer, name, None) for name in of)
 
 
 def _layer_bytes(layer: object, shape: Shape, dtype: torch.dtype, seq_length: int, prompt: int, rows: int) -> tuple[dict[str, int], int]:

@@ -19,7 +19,8 @@ from transformers.cache_utils import Cache
 
 from .. import formats
 from ..caches import CompressedCache
-from ..caches.arguments import PolicyLike, layer_indices
+from ..caches.arguments import Named, layer_indices
+from ..caches.makers import LayerMaker
 from ..caches.memory import Bytes
 from ..caches.reread import limit_of
 from ..formats import FormatLike, Identity
@@ -46,7 +47,7 @@ class Plan:
         are not known (experts).
     prefill_chunk_size: the tokens of each request that a step should read; None: all of them.
     requests: the number of requests that fit into `gpu_memory` beside `weights_memory` and their activations; None without `gpu_memory`.
-        Policies that read a context twice hold one request uncompressed until then.
+        Caches that read a context twice hold one request uncompressed until then.
     spare: bytes that `batch` requests leave free, negative where they lack; None without `gpu_memory`.
     longest_context: the most tokens that each of `batch` requests can have; None without `gpu_memory`, and if the cache
         stops growing before memory is full (`unbounded`).
@@ -83,7 +84,7 @@ class Plan:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of one request divided by the tokens of its context, evicted ones included."""
+        """Bytes of one request divided by all tokens of its context."""
         return self.bytes_per_request / self.context
 
     @property
@@ -104,8 +105,13 @@ class Plan:
         return self.requests is None or self.requests >= self.batch
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """What a cache of this library is made of, in words; empty for caches of transformers."""
+        return tuple(filter(None, (self.format, self.policy)))
+
+    @property
     def name(self) -> str:
-        return " + ".join(filter(None, (self.format, self.policy))) or f"dense {self.dtype}"
+        return " + ".join(self.parts) or f"dense {self.dtype}"
 
     @property
     def verdict(self) -> str:
@@ -127,7 +133,7 @@ class Plan:
         first = f"{self.model}, {self.name}: a request of {self.context:,} tokens {takes} {in_words(self.bytes_per_request)}"
         if self.bytes_per_request > self.dense:
             first += f", {self.bytes_per_request / self.dense:.2f}x more than {in_words(self.dense)} dense"
-        elif self.format is not None or self.policy is not None:
+        elif self.parts:
             first += f", {self.ratio:.2f}x less than {in_words(self.dense)} dense"
         words = [first + (f"; {in_words(self.host)} of it in host memory." if self.host else ".")]
         if self.gpu_memory is not None and self.weights_memory is not None:
@@ -161,7 +167,7 @@ def plan(
     config: PreTrainedConfig,
     *,
     format: FormatLike | None = None,
-    policy: str | PolicyLike | None = None,
+    policy: str | Named | None = None,
     context: int | None = None,
     prompt: int | None = None,
     batch: int = 1,
@@ -243,12 +249,14 @@ def plan(
     if format is None and attention_budget is not None:
         raise ValueError(f"attention_budget={attention_budget} without a format: pass one, such as format='turboquant_4bit_nc'")
 
+    cached: dict[str, Any] = {"format": format, "policy": policy}
+
     def made(max_length: int | None) -> DynamicCache | StaticCache:
-        if format is None and policy is None:
+        if all(x is None for x in cached.values()):
             return DynamicCache(config=config) if max_length is None else StaticCache(config, max_length)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "nothing will be compressed": the ratio shows it
-            return CompressedCache(config, format=format, policy=policy, max_length=max_length, **options)
+            return CompressedCache(config, **cached, max_length=max_length, **options)
 
     def bytes_of(cache: Cache, context: int, rows: int) -> tuple[Counter[str], int]:
         """Bytes by role of `rows` requests of `context` tokens on all GPUs, and how many of them are in host memory."""
@@ -257,8 +265,8 @@ def plan(
         return Counter({role: size * tensor_parallel for role, size in sizes.items()}), host * tensor_parallel
 
     cache = made(max_length)
-    used = cache.policy if isinstance(cache, CompressedCache) else None
-    twice = used is not None and used.second_reading
+    maker = cache._maker if isinstance(cache, CompressedCache) else LayerMaker(cache)
+    twice = maker.reads_twice
     each = activation_bytes(config, dtype, tensor_parallel)
 
     def dense(context: int) -> int:
@@ -296,7 +304,7 @@ def plan(
     return Plan(
         model=text.model_type,
         format=None if format is None else formats.resolve(format).name,
-        policy=None if used is None else _describe(used),
+        policy=maker.rule,
         dtype=str(dtype).removeprefix("torch."),
         context=context,
         batch=batch,
@@ -318,7 +326,7 @@ def plan(
             *((f"The model reads a text anew, and at once, when it passes {limit_of(text):,} tokens.",) if anew else ()),
             *(_int8_keys(cache, layers, tensor_parallel) if isinstance(cache, CompressedCache) and has_biased_keys(config) else ()),
         ),
-        at_most=used is not None and used.alpha_safeguard is not None,
+        at_most=maker.at_most,
         host=host // batch,
         batching=batching,
     )
@@ -328,7 +336,6 @@ def plan_all(
     config: PreTrainedConfig,
     names: Iterable[str] | None = None,
     *,
-    policy: str | PolicyLike | None = None,
     context: int | None = None,
     **options,
 ) -> list[Plan]:
@@ -341,11 +348,10 @@ def plan_all(
         names = [name for name, format in formats.REGISTRY.items() if not isinstance(format, Identity)]
     dims = {shape.head_dim for shape in shapes(config, 2)}
     possible = [name for name in (None, *names) if name is None or not any(formats.REGISTRY[name].refuses(dim) for dim in dims)]
-    reading = {name: options.pop(name) for name in ("attention_budget", "offload_pages") if name in options}
+    of_ours = {name: options.pop(name) for name in ("policy", "attention_budget", "offload_pages") if name in options}
     if options.get("gpu_memory") is not None and options.get("weights_memory") is None:  # once for all plans
         options["weights_memory"] = weights_bytes(config, model_dtype(config, options.get("dtype")))
-    of_ours = options | reading | {"policy": policy}
-    return [plan(config, format=name, context=context, **(of_ours if name else options)) for name in possible]
+    return [plan(config, format=name, context=context, **options, **(of_ours if name else {})) for name in possible]
 
 
 def _check_bytes(name: str, value: float | None) -> None:
@@ -366,14 +372,6 @@ def _free(gpu_memory: float, weights_memory: float, gpus: int) -> float:
             "tensor_parallel, or pass weights_memory for quantized weights"
         )
     return free
-
-
-def _describe(policy: Any) -> str:
-    """The policy in words, with its mean budget over layers."""
-    budgets = policy.budgets
-    tokens, share = round(sum(b.tokens for b in budgets) / len(budgets)), sum(b.share for b in budgets) / len(budgets)
-    parts = (f"{tokens:,}" if tokens else "", f"{share:.0%}" if share else "")
-    return f"{policy.name} {' + '.join(filter(None, parts))}"
 
 
 def _of_chunks(read: Prompts) -> Iterator[str]:

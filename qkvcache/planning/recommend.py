@@ -1,7 +1,7 @@
 """`recommend`: a choice of a cache, as code and in words.
 
 Fewer bits come before fewer tokens, since they lose fewer facts, except where a long text continues. The quoted KL divergences and
-recalls come from docs/measurements (quality, eviction): `MEASURED`, contexts up to 8,064 tokens.
+recalls come from docs/measurements: `MEASURED`, contexts up to 8,064 tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from ..caches import CompressedCache
 from ..formats.base import check_count, check_option
+from ..rooms import registered
 from .model import model_dtype, text_config, weights_bytes
 from .plan import Plan, in_words, plan
 
@@ -28,12 +29,6 @@ MEASURED = "SmolLM2-135M"
 WORKLOADS = ("facts", "question", "continue")
 
 
-def _policies() -> Any:
-    from ..evict import policies  # a room, which may not be there
-
-    return policies
-
-
 @dataclass(frozen=True)
 class Choice:
     """A cache, as the call that makes it, and the reason for it."""
@@ -41,11 +36,17 @@ class Choice:
     call: str
     why: str
     format: str | None = None
-    make_policy: Callable[[], Any] | None = None
+    policy: Any = None
 
     @property
-    def policy(self) -> Any:
-        return self.make_policy and self.make_policy()
+    def options(self) -> dict[str, Any]:
+        """Those of CompressedCache."""
+        return {"format": self.format, "policy": self.policy}
+
+
+def of_rooms(workload: str, context: int) -> list[Choice]:
+    """What rooms offer for a workload, or for a "stream"."""
+    return [Choice(**make(context, MEASURED)) for name, make in registered("CHOICES") if name == workload]
 
 
 @dataclass(frozen=True)
@@ -99,53 +100,23 @@ WHOLE = (
         "hadaquant_k3v2",
     ),
 )
-"""Choices that evict nothing, from the largest to the smallest. Formats whose KL divergence exceeds .05 on biased keys
+"""Choices that keep all tokens, from the largest to the smallest. Formats whose KL divergence exceeds .05 on biased keys
 (tests/caches/test_biased.py) are left out, as 2 bits."""
 RECOMMENDED = tuple(choice.format for choice in WHOLE)
 DENSE = Choice(
     "DynamicCache(config=config)",
     "nothing grows enough to be worth compressing: the context is short, or the model's layers slide or are linear",
 )
-STREAM = Choice(
-    "SinkCache(config, window_length=1020, num_sink_tokens=4)",
-    "sinks and a window take constant memory, and perplexity stays flat over 200,000 tokens when sinks are read at positions of the cache; "
-    "what left the window is gone",
-    make_policy=lambda: _policies().SinkWindow(window_length=1020, num_sink_tokens=4, positions="cache"),
-)
-
-
-KVZIP = Choice(
-    'CompressedCache(config, format="turboquant_4bit_nc", policy=policies.KVzip(budget=0.25))',
-    f"in 4 bits a quarter of the tokens recall 92 % of what all tokens uncompressed recall (on {MEASURED}); `cache.compress(model, ids, "
-    "tokenizer=tokenizer)` reads the context twice and holds it uncompressed until then, so fill one cache after another",
-    "turboquant_4bit_nc",
-    lambda: _policies().KVzip(budget=0.25),
-)
-"""Tokens that the model does not need to repeat the context are evicted: with equal budgets of all heads, no policy that
-reads the context once retains facts."""
-
-
-def snapkv(context: int) -> Choice:
-    """A budget in tokens, so that `max_length` can be added to the call."""
-    budget = max(context // 2, 16)
-    return Choice(
-        f'CompressedCache(config, format="turboquant_4bit_nc", policy=policies.SnapKV(budget={budget:_}))',
-        f"to go on with a text, 4 bits and half of the tokens stay close (KL .008 on {MEASURED}); of the facts that all tokens "
-        "uncompressed recall, less than half are left if they are asked for later, and seven of ten if the prompt ends with the question",
-        "turboquant_4bit_nc",
-        lambda: _policies().SnapKV(budget=budget),
-    )
 
 
 def ladder(workload: str, context: int, chat: bool = False) -> list[Choice]:
     """Choices for a workload, from the first one for this context to the smallest. A `chat` excludes a second reading,
     since later turns are read once."""
-    if workload == "continue" and context >= LONG:
-        return [snapkv(context)]
+    few = [] if chat else of_rooms(workload, context)
+    if workload == "continue" and context >= LONG and few:
+        return few
     whole = WHOLE if context < SHORT else WHOLE[WHOLE.index(FOUR_BITS) :]
-    if workload == "facts":
-        return [*whole] if chat else [*whole, KVZIP]
-    return [*(whole if workload == "question" else whole[:-1]), snapkv(context)]  # a text goes on better with half of the tokens
+    return [*(whole[:-1] if workload == "continue" and few else whole), *few]  # a text goes on better with half of the tokens
 
 
 def recommend(
@@ -180,7 +151,7 @@ def recommend(
     """
     check_option("workload", workload, WORKLOADS, "; chat=True (--chat) and streaming=True (--streaming) are options beside it")
     if streaming and chat:
-        raise ValueError("streaming=True with chat=True: a stream evicts earlier turns, which a chat refers to; choose one")
+        raise ValueError("streaming=True with chat=True: a stream forgets earlier turns, which a chat refers to; choose one")
     text_config(config)
     dtype = model_dtype(config, dtype)
     check_count("context", context, 1)
@@ -189,18 +160,20 @@ def recommend(
 
     def planned(choice: Choice, **reading: Any) -> Plan:
         return plan(
-            config, format=choice.format, policy=choice.policy, context=context, batch=batch, gpu_memory=gpu_memory,
+            config, **choice.options, context=context, batch=batch, gpu_memory=gpu_memory,
             weights_memory=weights_memory, tensor_parallel=tensor_parallel, dtype=dtype, **reading,
         )  # fmt: skip
 
     if streaming:
-        return _answer(STREAM, planned(STREAM), [STREAM.why])
+        for choice in of_rooms("stream", context):
+            return _answer(choice, planned(choice), [choice.why])
+        raise NotImplementedError("streaming=True: this installation of qkvcache comes without caches of constant size")
     choices = ladder("facts" if chat else workload, context, chat)
     choices = [choice for choice in choices if _possible(config, choice)] or [choice for choice in WHOLE if _possible(config, choice)][-1:]
     tried = list[tuple[Choice, Plan]]()
     for choice in choices:
         of_choice = planned(choice)
-        if tried and of_choice.requests == 0 and choice is KVZIP:
+        if tried and of_choice.requests == 0 and getattr(choice.policy, "second_reading", False):
             break  # no context fits uncompressed
         tried.append((choice, of_choice))
         if of_choice.fits:
@@ -236,11 +209,11 @@ def _remedies(config: PreTrainedConfig, found: Plan, planned: Callable[..., Plan
 
 
 def _possible(config: PreTrainedConfig, choice: Choice, **options: Any) -> bool:
-    """Whether the format supports the model's heads, and the model's attention the policy and the `options`."""
+    """Whether the format supports the model's heads, and its attention what chooses tokens, and the `options`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "nothing will be compressed": the ratio shows it
         try:
-            CompressedCache(config, format=choice.format, policy=choice.policy, **options)
+            CompressedCache(config, **choice.options, **options)
         except (ValueError, NotImplementedError):
             return False
     return True

@@ -181,7 +181,7 @@ class DiskStore:
     def __init__(self, directory: Path, max_bytes: int, model: str, time_to_live: float | None = None):
         self.directory, self.max_bytes, self.model, self.time_to_live = directory, max_bytes, model, time_to_live
         self.skipped: Counter[str] = Counter()
-        self.evicted = 0
+        self.removed = 0
         self._files: dict[str, File | None] = {}
         """Files of entries by name; None for skipped ones."""
         self._lock, self._room = threading.Lock(), 0
@@ -258,7 +258,7 @@ class DiskStore:
             return False
         if old:
             path.unlink(missing_ok=True)
-            self.evicted += 1
+            self.removed += 1
             return False
         with suppress(OSError):  # it was removed, or another user marks it
             os.utime(path, ns=(used_ns, used_ns))
@@ -363,7 +363,7 @@ class DiskStore:
             if not stays and (total > max_bytes or self._too_old(stat, now)):
                 path.unlink(missing_ok=True)
                 total -= stat.st_size
-                self.evicted += 1
+                self.removed += 1
         return total
 
     def size(self) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from ..layers.compressed import CompressedLayer
 from . import match
 from .checkpoints import Checkpoints, checkpoint_bytes, copied
 from .host_memory import on_host
-from .snapshot import Layer, Snapshot, copy_tokens, kind_of, snapshot
+from .snapshot import Layer, Snapshot, copy_tokens, snapshot
 from .template import CacheTemplate, in_place_of
 
 
@@ -92,8 +92,8 @@ def _snapshot_as(into: Layer, layer: Layer, tokens: int, row: int, quantize: boo
     """A snapshot of the first `tokens` tokens of row `row` of `layer`, in the form in which `into`, an empty layer,
     stores them."""
     quantizes = isinstance(into, CompressedLayer) and in_place_of(into, layer)
-    if quantizes and kind_of(into) == "evicting":
-        raise NotImplementedError("a DynamicCache cannot be stored as a cache that evicts: evictions depend on its attention")
+    if quantizes and into.rule:
+        raise NotImplementedError("a DynamicCache cannot be stored as a cache that drops tokens: which stay depends on its attention")
     if not quantizes and type(layer) is not type(into):
         raise NotImplementedError(
             f"a {type(layer).__name__} where a {type(into).__name__} is stored: make the cache with the model's config"

@@ -13,11 +13,11 @@ from .entry import Entry
 
 class MemoryStore:
     """Entries, and pages of continuous batching, in the order of their last use; together at most `max_bytes`. Those that nobody used for
-    `time_to_live` seconds are evicted, too, unless it is None. Pinned ones stay. Threads may use it at the same time."""
+    `time_to_live` seconds are removed, too, unless it is None. Pinned ones stay. Threads may use it at the same time."""
 
     def __init__(self, max_bytes: int, time_to_live: float | None = None):
         self.max_bytes, self.time_to_live = max_bytes, time_to_live
-        self.nbytes = self.evicted = 0
+        self.nbytes = self.removed = 0
         self.pinned: set[bytes] = set()
         self._items: dict[bytes, tuple[Any, float]] = {}
         """Items with the times of their last use."""
@@ -63,7 +63,7 @@ class MemoryStore:
             self._items = first | {key: item for key, item in self._items.items() if key not in first}
 
     def trim(self, max_bytes: int | None = None) -> None:
-        """Evicts items that are too old, and the least recently used until at most `max_bytes` are left; None: the store's."""
+        """Removes items that are too old, and the least recently used until at most `max_bytes` are left; None: the store's."""
         most = self.max_bytes if max_bytes is None else max_bytes
         with self._lock:
             while (key := next((key for key in self._items if key not in self.pinned), None)) is not None:
@@ -71,7 +71,7 @@ class MemoryStore:
                 if not old and self.nbytes <= most:
                     return
                 self._remove(key)
-                self.evicted += 1
+                self.removed += 1
 
     def _remove(self, key: bytes) -> None:
         if key in self._items:

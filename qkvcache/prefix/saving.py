@@ -109,16 +109,13 @@ def _classes() -> dict[str, type]:
 
 
 def _plain(name: str, x: Any) -> Any:
-    """The value of an option as JSON has it. Raises NotImplementedError for anything but plain values, formats and policies of this
-    library."""
+    """The value of an option as JSON has it. Raises NotImplementedError for anything but plain values and objects of this library."""
     if x is None or isinstance(x, bool | int | float | str):
         return x
     if isinstance(x, list | tuple):
         return [_plain(name, each) for each in x]
     if _classes().get(type(x).__name__) is not type(x):
-        raise NotImplementedError(
-            f"save of {name}={x!r}: a file holds formats and policies of qkvcache alone; call torch.save(cache, path)"
-        )
+        raise NotImplementedError(f"save of {name}={x!r}: a file holds objects of qkvcache alone; call torch.save(cache, path)")
     return {"class": type(x).__name__} | {field.name: _plain(name, getattr(x, field.name)) for field in dataclasses.fields(x) if field.init}  # type: ignore[arg-type]
 
 

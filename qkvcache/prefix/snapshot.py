@@ -1,8 +1,8 @@
 """`snapshot` copies rows of a layer to named tensors; `restore` copies them into an empty layer. Codes are copied
 bit for bit.
 
-Tokens of compressed and dense layers can be cut to any number of first tokens. Full sliding windows, recurrent states and tokens that a
-policy chose cannot: they return to the tokens at which a checkpoint of them was taken (`Snapshot.checkpoint`).
+Tokens of compressed and dense layers can be cut to any number of first tokens. Full sliding windows, recurrent states and chosen
+tokens cannot: they return to the tokens at which a checkpoint of them was taken (`Snapshot.checkpoint`).
 
 Names of tensors: see `LayerStorage.snapshot` for layers of this library; `keys` and `values` for dense layers; the names of attributes
 after `STATE` for the states of linear attention, in layers that have attention beside it too; the tensors of a layer's `indexer`
@@ -43,6 +43,8 @@ STOCK = {
     LinearAttentionAndFullAttentionLayer: "dense", LinearAttentionAndSlidingWindowAttentionLayer: "sliding", DynamicIndexedLayer: "dense",
 }  # fmt: skip
 """The kinds of snapshots of transformers' layers."""
+KINDS = frozenset(("compressed", *STOCK.values()))
+"""Those of layers in which all tokens stay, or the last ones."""
 STATE = "state."
 """The beginning of the names of states."""
 INDEXER = "indexer."
@@ -78,7 +80,7 @@ class Snapshot:
     def whole(self) -> bool:
         """Whether it cannot be cut without a checkpoint."""
         slid = self.kind == "sliding" and self.numbers["seen"] > self.tensors["keys"].shape[2]
-        return slid or self.kind == "evicting" or bool(self.states.tensors)
+        return slid or self.kind not in KINDS or bool(self.states.tensors)
 
     @cached_property
     def nbytes(self) -> int:
@@ -181,7 +183,7 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int | None = 0) -> Sn
         return found
     if found.whole:
         raise NotImplementedError(
-            "a layer that evicts, whose window is full or that has a recurrent state cannot be cut to fewer tokens than it has seen"
+            "a layer that chose its tokens, whose window is full or with a recurrent state cannot be cut to fewer tokens than it has seen"
         )
     return found.cut(tokens)
 
@@ -360,7 +362,7 @@ def check(layer: Layer, stored: Snapshot, seen: int, rows: int = 1) -> None:
     if kind != "empty" and has_indexer(layer):
         codec = layer.indexer_codec if kind == "compressed" else Identity().key
         _check_forms(indexer := _take_indexer(tensors), _indexer_forms(codec, indexer, seen, rows))
-    if kind in ("compressed", "evicting"):
+    if kind == own and isinstance(layer, CompressedLayer):
         numbers = _take_format(layer, numbers)
         key, value = (_of_rows(tensors[f"{side}.sinks"], rows)[:, :, :0].to("meta") for side in ("key", "value"))
         layer.format.check(key.shape[3], value.shape[3])

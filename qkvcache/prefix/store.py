@@ -54,7 +54,7 @@ class PrefixStore:
 
     Args:
         model: a decoder-only model.
-        max_bytes: the most bytes of all entries in host memory, measured. The least recently used entries are evicted;
+        max_bytes: the most bytes of all entries in host memory, measured. The least recently used entries are removed;
             an entry larger than `max_bytes` is not stored.
         format: the format in which the tokens of a DynamicCache are stored, and of the caches that `reuse` returns.
         dense: whether DynamicCaches, dequantized, are returned in place of compressed caches.
@@ -69,8 +69,7 @@ class PrefixStore:
             They are removed when a prompt looks for them, and whenever room is made.
         tokenizer: the tokenizer of the token ids; if given, entries are used only with the same vocabulary.
         identity: anything else that entries depend on and that a sample of the weights does not show.
-        **options: `policy`, `num_sink_tokens`, `residual_length` and `skip_layers` of the caches that `reuse` returns, as
-            CompressedCache takes them.
+        **options: those of the caches that `reuse` returns, as CompressedCache takes them, of caches that grow.
 
     Entries keep the format of the cache that they were stored from. Give the store the format of the caches that you
     store: after a restart it finds only entries of this format. Threads may use a store at the same time: each call waits for the others,
@@ -199,9 +198,9 @@ class PrefixStore:
         """A cache for `model.generate(ids, cache=past)` that holds the stored beginning of `ids`; stores the prompt on exit.
 
         The cache belongs to the store: on exit each layer is stored and then emptied, so that only one layer is in
-        memory twice. Generated tokens are cut off. If the cache cannot be cut, because it evicts or the model has
+        memory twice. Generated tokens are cut off. If the cache cannot be cut, because not all tokens stay or the model has
         sliding or linear layers, the prompt up to its last token is computed and stored before the block runs: at once
-        if the cache evicts, else in steps of `checkpoint_interval` tokens with a checkpoint after each. After an exception nothing is
+        if not all tokens stay, else in steps of `checkpoint_interval` tokens with a checkpoint after each. After an exception nothing is
         stored.
 
         The block must run the model on `ids`, and then on any further tokens, with this cache: the store cannot check
@@ -233,7 +232,7 @@ class PrefixStore:
             with self._lock:
                 computes = not template.cuttable and self._may_store(begin)
             if computes:
-                self._compute(begin, ids, cache, len(inputs), 0 if template.evicts else self.checkpoint_interval)
+                self._compute(begin, ids, cache, len(inputs), self.checkpoint_interval if template.keeps_all else 0)
             yield cache
             if template.cuttable:
                 with self._lock:
@@ -272,7 +271,7 @@ class PrefixStore:
             return max(pinned)
 
     def unpin(self, ids: Inputs) -> None:
-        """Lets the stored tokens of `ids` `[T]` be evicted again. What is not pinned stays as it is."""
+        """Lets the stored tokens of `ids` `[T]` be removed again. What is not pinned stays as it is."""
         with self._lock:
             keys, words = self._pinnable(ids)
             for pages in self._pages:
@@ -314,7 +313,7 @@ class PrefixStore:
         return None
 
     def trim(self, max_bytes: int, max_disk_bytes: int | None = None) -> None:
-        """Evicts the least recently used entries until at most `max_bytes` are in memory, and `max_disk_bytes` on disk if given. Pinned
+        """Removes the least recently used entries until at most `max_bytes` are in memory, and `max_disk_bytes` on disk if given. Pinned
         ones stay."""
         with self._lock:
             check_count("max_bytes", max_bytes, of="bytes")
@@ -351,11 +350,11 @@ class PrefixStore:
         """A copy of the counts, with the current size."""
         with self._lock:
             counts = deepcopy(self._stats)
-        now = replace(counts, entries=len(self), nbytes=self._memory.nbytes, evicted=self._memory.evicted)
+        now = replace(counts, entries=len(self), nbytes=self._memory.nbytes, evicted=self._memory.removed)
         if (disk := self._disk) is None:
             return now
         files, disk_bytes = disk.size()
-        return replace(now, files=files, disk_bytes=disk_bytes, evicted_files=disk.evicted, skipped=Counter(disk.skipped))
+        return replace(now, files=files, disk_bytes=disk_bytes, evicted_files=disk.removed, skipped=Counter(disk.skipped))
 
     def __len__(self) -> int:
         return len(self._memory.entries)
@@ -426,7 +425,7 @@ class PrefixStore:
             entry = snapshot_cache(cache, template, key, number, len(row) >= self.min_quantize_tokens, most, release)
             if entry.cuts is not None:
                 known = checkpoints or {}
-                for other in () if template.evicts else self._memory.entries:
+                for other in self._memory.entries if template.keeps_all else ():
                     known = other.checkpoints_within(key) | known
                 entry = replace(entry, checkpoints=thinned(known, most - entry.nbytes))
         except TooLarge:

@@ -48,7 +48,7 @@ class CacheTemplate:
         self._layers = [_emptied(layer) if isinstance(layer, CompressedLayer) else None for layer in cache.layers]
         self.text = "; ".join(dict.fromkeys(map(_in_short, cache.layers)))
         self.name = hashlib.blake2b("\n".join(map(_describe, cache.layers)).encode(), digest_size=16).digest()
-        self.evicts = any(kind_of(layer) == "evicting" for layer in cache.layers)
+        self.keeps_all = not any(isinstance(layer, CompressedLayer) and layer.rule for layer in cache.layers)
         self.cuttable = all(_cuttable(layer) for layer in cache.layers)
 
     def __len__(self) -> int:
@@ -109,18 +109,15 @@ def _emptied(layer: CompressedLayer) -> CompressedLayer:
 def _describe(layer: Layer) -> str:
     if not isinstance(layer, CompressedLayer):
         return f"{type(layer).__name__} {getattr(layer, 'sliding_window', '')}".strip()
-    format = layer.made_with
-    text = f"{format.name} ({type(format).__module__}.{format!r}), exact {layer.num_sink_tokens} + {layer.residual_length}"
-    policy = getattr(layer, "policy", None)
-    return text if policy is None else f"{text}, {policy!r}, {layer.budget!r}, {layer.rope is not None}"  # type: ignore[attr-defined]
+    return layer.identity()
 
 
 def _in_short(layer: Layer) -> str:
-    """The format and the policy of a layer, and its exact zones if they are not the default."""
+    """The format of a layer, what chooses its tokens, and its exact zones if they are not the default."""
     if not isinstance(layer, CompressedLayer):
         return type(layer).__name__
     name = layer.made_with.name
-    words = [name, type(layer.policy).__name__] if kind_of(layer) == "evicting" else [name]  # type: ignore[attr-defined]
+    words = [name, *filter(None, [layer.rule])]
     zones = layer.num_sink_tokens, layer.residual_length
     if zones != (4, 64) and name != "identity":  # which is exact everywhere
         words.append("exact {} + {}".format(*zones))
@@ -147,4 +144,4 @@ class Templates:
 
     def into(self, template: CacheTemplate) -> CacheTemplate:
         """The template of the caches that are returned for entries of `template`."""
-        return template if self._dense is None or template.evicts else self._dense
+        return template if self._dense is None or not template.keeps_all else self._dense

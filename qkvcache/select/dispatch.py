@@ -53,14 +53,14 @@ class BlockSelect:
 
     def attend(
         self,
-        attend: Callable[..., tuple[Tensor, Tensor, Tensor]],
+        attend: Callable[..., tuple[Tensor, Tensor]],
         by_kernel: bool,
         query: Tensor,
         inputs: PagedInputs,
         mask: Tensor | None,
         keys: list[Packed] | None,
         **options: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         choose: Callable = functools.partial(selecting.select_blocks, keys=keys)
         fetch = fetching.fetch_blocks
         if by_kernel:
@@ -73,5 +73,5 @@ class BlockSelect:
             parts.append(attend(few, chosen, shown, **options))
         if len(parts) == 1:
             return parts[0]
-        outs, lse, (sums, *_) = zip(*parts, strict=True)
-        return torch.cat([out.transpose(1, 2) for out in outs], dim=1).transpose(1, 2), torch.cat(lse, dim=2), sums
+        outs, lse = zip(*parts, strict=True)
+        return torch.cat([out.transpose(1, 2) for out in outs], dim=1).transpose(1, 2), torch.cat(lse, dim=2)

@@ -1,4 +1,4 @@
-"""The quantized and exact tokens of one layer: pages, growth, counts on the device, eviction, crop, copies."""
+"""The quantized and exact tokens of one layer: pages, growth, counts on the device, crop, copies."""
 
 from .paged import GROUP, MAX_GROWTH, PAGE, RowPages, growth
 from .pool import PageLayout, PagePool, aligned, selected

@@ -1,8 +1,7 @@
 """`PagedTokens`: the quantized tokens of one layer in pages of a pool, found through a table; `RowPages`, whose heads
 share the pages of a row.
 
-Appending writes into free slots; stored tokens are neither moved nor quantized again. Eviction overwrites the codes of evicted tokens with
-the codes of new ones, separately in each head; retained tokens keep their slots. Rows that are repeated, reordered or
+Appending writes into free slots; stored tokens are neither moved nor quantized again. Rows that are repeated, reordered or
 forked share pages until one of them writes.
 """
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
-from ..kernels import Packed, Pages, Pair, Select, both, launch_into, on_triton, quantize_into, quantizes
+from ..kernels import Packed, Pages, Pair, Select, both, on_triton, quantize_into, quantizes
 from ..kernels.segments import block_of, join_tokens
 from ..kernels.store.reference import calibrate
 from .pool import Numbers, PageLayout, PagePool, selected
@@ -317,8 +316,8 @@ class RowPages(PagedTokens):
     """Quantized keys and values in slots that are the same in all heads.
 
     Args:
-        per_head: each head has its own copy of buffers that heads could share, since after evictions a slot holds
-            another token in each head.
+        per_head: each head has its own copy of buffers that heads could share, since a slot may hold another
+            token in each head.
         grows: pages are added between steps of compiled code.
         reads: chooses what attention reads; None: it reads all tokens.
         room: tokens for which there is room at once.
@@ -385,19 +384,6 @@ class RowPages(PagedTokens):
             slots += repeats * added
         self.simulate_pages(slots // PAGE, len(self.numbers) * slots // PAGE)
         self.length = length(groups)
-
-    def replace(self, x: Pair, places: Tensor) -> None:
-        """Quantizes keys and values `[B, H, T, D]` in place of the tokens `places` of each head, int64 `[B, H, T]`; negative for a
-        token that is not stored."""
-        if self.owned:
-            self.own(0, self.numbers.shape[1])
-        kind = "replace", x[0].shape, x[0].dtype
-        if kind not in self.launches:
-            self.launches[kind] = launch_into(self.pages, x)
-        if (launch := self.launches[kind]) is not None:
-            launch(x, places)
-        else:
-            self.store(x, self.pages.slots(places.clamp_min(0)).masked_fill(places < 0, -1))
 
     def append(self, x: Pair) -> None:
         """Quantizes and stores keys and values `[B, H, T, D]`."""

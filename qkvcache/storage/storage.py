@@ -45,7 +45,14 @@ from ..kernels.paged_inputs import COLUMNS, CONTROL, DROPPED, LENGTH, RING_ROW, 
 from ..kernels.segments import block_of
 from .paged import GROUP, PAGE, SIDES, RowPages
 from .pool import selected
-from .tail import in_order
+
+
+def in_order(ring: Tensor, start: int, count: int) -> Tensor:
+    """`count` tokens of a ring `[B, H, R, ...]` in token order, of which the first is in slot `start % R`."""
+    at = start % max(ring.shape[2], 1)
+    first = ring[:, :, at : at + count]
+    missing = count - first.shape[2]
+    return torch.cat([first, ring[:, :, :missing]], dim=2) if missing else first
 
 
 def check_room(seq_length: int, tokens: int, max_length: int) -> None:
@@ -61,7 +68,7 @@ def check_room(seq_length: int, tokens: int, max_length: int) -> None:
 
 
 class LayerStorage:
-    """The base of `Storage` and `EvictingStorage`.
+    """The base of `Storage`, and of the storage of rooms.
 
     A count on the host would be compiled into compiled code as a constant. Compiled code therefore counts on the device
     and sets `uncounted` and `counts_stale` on the host; `sync_counts` reads the device once when an exact count is

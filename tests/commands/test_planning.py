@@ -96,7 +96,7 @@ def test_recommend():
         (("plan", "demo", "--context", "10", "--dtype", "int8"), "bfloat16, float16, float32"),
         (("plan", "demo", "--context", "10", "--policy", "h20"), "did you mean 'h2o'?"),
         (("plan", "demo", "--context", "10", "--policy", "sink_window", "--budget", "0.5"), "window"),
-        (("plan", "demo", "--context", "10", "--budget", "9"), "add --policy"),
+        (("plan", "demo", "--context", "10", "--budget", "9"), "--policy h2o"),
         (("plan", "demo", "--context", "10", "--policy", "h2o", "--budget", "0"), "budget=0: must be 1 or more tokens"),
         (("plan", "demo", "--context", "10", "--policy", "h2o", "--budget", "-5"), "budget=-5: must be 1 or more tokens"),
         (("plan", "demo", "--context", "10", "--policy", "h2o", "--budget", "1.5"), "1.5: expected a whole number of tokens"),

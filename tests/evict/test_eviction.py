@@ -86,7 +86,12 @@ def _by_row(network, cache, sizes, ids, mask):
     return [torch.cat(row) for row in rows]
 
 
-HOLDING = ("layers", "storage", "kernels", *(f"evict.{name}" for name in ("layer", "storage", "metadata", "head_pages", "by_head")))
+HOLDING = (
+    "layers",
+    "storage",
+    "kernels",
+    *(f"evict.{name}" for name in ("layer", "storage", "metadata", "head_pages", "by_head", "tail", "slot_pages")),
+)
 HOLDING = tuple(f"qkvcache.{name}" for name in HOLDING)
 """Modules of what holds tokens."""
 

@@ -7,11 +7,10 @@ import torch
 
 from qkvcache import CompressedCache
 from qkvcache.caches.memory import bytes_by_role
-from qkvcache.evict import observer
+from qkvcache.evict import observer, sum_attention
 from qkvcache.evict.layer import EvictingLayer
+from qkvcache.evict.sum_attention import observe_pages as observe_in_torch
 from qkvcache.kernels.attend import chunked as attend_chunked
-from qkvcache.kernels.attend.reference import attend_pages as attend_in_torch
-from qkvcache.kernels.host import dispatch
 from qkvcache.policies import H2O, AdaKV, KVzip, SnapKV
 from qkvcache.releases import passing
 from tests.evict.matrix import SHARED
@@ -126,14 +125,14 @@ def test_kernels_do_what_torch_operations_do(monkeypatch, format):
     network, (ids, mask) = model("llama", layers=1), inputs((0, 9), 97)
     mask[1, 92:94] = 0
     sizes, results, taken = (70, 21, 4, 1, 1), [], []
-    attend_pages = observer.attend_pages
-    monkeypatch.setattr(observer, "attend_pages", lambda *args, **kwargs: taken.append(1) or attend_pages(*args, **kwargs))
+    observe_pages = observer.observe_pages
+    monkeypatch.setattr(observer, "observe_pages", lambda *args, **kwargs: taken.append(1) or observe_pages(*args, **kwargs))
     monkeypatch.setattr("qkvcache.attention.route.MAX_FUSED_ROWS", 16)
     monkeypatch.setattr(attend_chunked, "CHUNK_TOKENS", 64)
     for kernels in ("torch", "triton"):
         monkeypatch.setenv("QKVCACHE_KERNELS", kernels)
-        torch_runs = attend_in_torch if kernels == "torch" else lambda *args: pytest.fail("no kernel")
-        monkeypatch.setattr(dispatch, "attend_pages_in_torch", torch_runs)
+        torch_runs = observe_in_torch if kernels == "torch" else lambda *args, **options: pytest.fail("no kernel")
+        monkeypatch.setattr(sum_attention, "observe_pages", torch_runs)
         taken.clear()
         cache = CompressedCache(network.config, policy=policy, format=FORMATS[format], num_sink_tokens=2, residual_length=5)
         logits = run(network, cache, sizes, (ids * mask, mask))

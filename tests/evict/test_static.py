@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from qkvcache.evict import dispatch as evict_dispatch
+from qkvcache.evict.slot_pages import SlotPages
 from qkvcache.evict.static import StaticTensors, append_token, evict_token
 from qkvcache.kernels import give_handle
 from qkvcache.kernels.host import dispatch
 from qkvcache.kernels.host.handles import ORDER
-from qkvcache.storage import RowPages
 from tests.kernels.attention_inputs import assert_fake, by_address
 from tests.kernels.paged_inputs import inputs_of
 from tests.matrix import FORMATS as REGISTRY
@@ -46,7 +46,7 @@ def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
 class Layer(StaticTensors):
     """Every byte that a step may write is the sentinel, but for what counts, and for the ring."""
 
-    tokens: RowPages
+    tokens: SlotPages
 
     def copy(self) -> Layer:
         """The same tensors elsewhere, in pages of their own."""
@@ -68,7 +68,7 @@ class Layer(StaticTensors):
 def made(format: str, rows=1, heads=2, dims=(64, 80), dtype=torch.float16, exact=0, width=3, others=1, slots: int = SLOTS) -> Layer:
     codecs = REGISTRY[format].codecs()
     ring = tuple(torch.randn(rows, heads, width, dim, device=DEVICE).to(dtype) for dim in dims)
-    tokens = by_address(RowPages(codecs, ring, per_head=True))
+    tokens = by_address(SlotPages(codecs, ring))
     if slots:
         tokens.reserve(slots)
     for slab in tokens.pool.slabs:

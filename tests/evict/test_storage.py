@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from qkvcache.evict.eviction import append_and_evict
 from qkvcache.evict.metadata import TokenMetadata, no_tokens
+from qkvcache.evict.slot_pages import SlotPages
+from qkvcache.evict.tail import Tail
 from qkvcache.formats import resolve
 from qkvcache.policies import H2O, Budget
-from qkvcache.storage import RowPages
-from qkvcache.storage.tail import Tail
 from tests.matrix import FORMATS
 
 pytestmark = pytest.mark.sums
@@ -29,7 +29,7 @@ class QuantizedRegion:
         codec = FORMATS[format].key
         self.codec, self.generator = codec, torch.Generator().manual_seed(seed)
         empty = torch.empty(ROWS, HEADS, 0, DIM)
-        self.slots = RowPages((codec, codec), (empty, empty), per_head=True)
+        self.slots = SlotPages((codec, codec), (empty, empty))
         self.metadata = TokenMetadata(POLICY, Budget(10**6), Tail((empty, empty), no_tokens(POLICY, empty)))
         self.metadata.padding = torch.zeros(ROWS, dtype=torch.int64)
         self.x = [[] for _ in range(ROWS)]  # the tokens of each row by position
@@ -106,7 +106,7 @@ def test_rows_of_different_budgets(format, arrivals, seed, padding, shares):
 
 def test_grown_slots_hold_numbers():
     codec, like = resolve("turboquant_3bit_nc").value, torch.empty(ROWS, HEADS, 1, DIM)
-    slots = RowPages((codec, codec), (like, like), per_head=True)
+    slots = SlotPages((codec, codec), (like, like))
     slots.reserve(70)
     slots.count(70)
     assert slots.length == 70

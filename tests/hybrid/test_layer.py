@@ -10,7 +10,7 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
 from qkvcache import CompressedCache, H2OCache, PrefixStore, policies
 from qkvcache.evict.layer import EvictingLayer
-from qkvcache.hybrid.evicting import EvictingHybridLayer
+from qkvcache.evict.recurrent import EvictingHybridLayer
 from qkvcache.hybrid.layer import HybridLayer
 from qkvcache.releases import passing
 from tests.matrix import model

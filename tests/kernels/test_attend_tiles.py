@@ -75,8 +75,8 @@ def test_chosen_blocks(format, masked, monkeypatch):
     read = selecting.over_blocks(inputs, selecting.select_blocks(query.float(), inputs, Budget(100), mask))
     assert fused.tiled(query, read, mask, {"causal": True})
     with guarded(monkeypatch):
-        out, lse, _ = plan.attend_pages(query, read, mask, causal=True)
-    wanted, wanted_lse, _ = attend_in_torch(query.float(), read, mask, causal=True)
+        out, lse = plan.attend_pages(query, read, mask, causal=True)
+    wanted, wanted_lse = attend_in_torch(query.float(), read, mask, causal=True)
     limit = tolerance(format, query.dtype) + TWICE
     assert ((out.float() - wanted).norm() / wanted.norm()).item() <= limit
     torch.testing.assert_close(lse, wanted_lse, rtol=limit, atol=5 * limit)
@@ -147,7 +147,6 @@ OTHERS = {
     "a mask of each query": ({}, {"mask": torch.ones(1, 1, 9, 135, dtype=torch.bool)}),
     "an additive mask": ({}, {"mask": torch.zeros(1, 1, 1, 135)}),
     "not causal": ({}, {"causal": False}),
-    "observed": ({}, {"observed": torch.ones(1, 9)}),
 }
 
 
@@ -179,7 +178,7 @@ def test_the_path_depends_on_shapes_and_options_alone(monkeypatch):
         return route.path_of(implementation, query, attention_inputs, **options)
 
     assert path(query[:, :, :8]) == "codes" and {path() for _ in range(9)} == {"tiles"}
-    assert path(observed=True) == "chunks" and path(query.float()) == "dense"
+    assert path(query.float()) == "dense"
     assert path(softcap=5.0) == "tiles" and path(softcap=5.0, implementation="flash_attention_2") == "dense"
     monkeypatch.setattr(route, "CHUNK_BYTES", 8 * query.numel() - 1)
     assert path() == "chunks"

@@ -30,8 +30,8 @@ def sharing(format: str, lengths: list[int], pages: int, branches: int = 0, **op
 
 def compare(monkeypatch, format: str, query, inputs: PagedInputs, mask=None, **options) -> None:
     with guarded(monkeypatch):
-        out, lse, _ = plan.attend_pages(query, inputs, mask, **options)
-    wanted, wanted_lse, _ = attend_in_torch(query.float(), inputs, mask, **options)
+        out, lse = plan.attend_pages(query, inputs, mask, **options)
+    wanted, wanted_lse = attend_in_torch(query.float(), inputs, mask, **options)
     limit = tolerance(format, query.dtype) + 1e-3  # values that many rows share are rounded as they are dequantized
     assert out.isfinite().all() and out.dtype == query.dtype and out.shape == wanted.shape
     error = ((out.float() - wanted).norm() / wanted.norm()).item()
@@ -109,7 +109,6 @@ def test_dtypes(dtype, monkeypatch, shared_launches):
 OTHERS = {
     "no tokens": {"shared": 0},
     "rows of their own": {"branches": 1},
-    "accumulated attention": {"observed": torch.ones(2, 1, device=DEVICE)},
     "a launch of its own": {"queries": 9},
 }
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qkvcache.formats import resolve
-from qkvcache.kernels import attend, attend_on_codes, give_handle, observe_on_codes, on_triton
+from qkvcache.kernels import attend, attend_on_codes, give_handle, on_triton
 from qkvcache.kernels.host import dispatch, handles
 from qkvcache.kernels.host.handles import ORDER, inputs_of
 from qkvcache.layers.compressed import CompressedLayer
@@ -59,23 +59,9 @@ def test_one_operation_for_the_compiler(masked, step, on_kernels):
 
 
 @pytest.mark.slow
-def test_mass_for_the_compiler(on_kernels):
-    query, held, observed = (
-        torch.randn(2, 8, 1, 64, device=DEVICE, dtype=torch.float16),
-        attention_inputs(),
-        torch.ones(2, 1, device=DEVICE),
-    )
-    found, operations = compiled(observe_on_codes, query, held, observed=observed)
-    assert operations == [["qkvcache.attend"]]
-    for x, expected in zip(found, observe_on_codes(query, held, observed=observed), strict=True):
-        torch.testing.assert_close(x, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("observed", [None, torch.ones(2, 3, device=DEVICE)], ids=["", "observed"])
-def test_the_fake_knows_shapes(observed, on_kernels):
+def test_the_fake_knows_shapes(on_kernels):
     query, held = torch.randn(2, 8, 3, 64, device=DEVICE, dtype=torch.float16), attention_inputs()
-    arguments = (query, held.paged.handle, ORDER[query.device], list(held.value.shape[1:]), None, None, observed, None, None, True)
+    arguments = (query, held.paged.handle, ORDER[query.device], list(held.value.shape[1:]), None, None, None, None, True)
     assert_fake(torch.ops.qkvcache.attend, arguments)
 
 

@@ -17,7 +17,8 @@ from tests.planning.llama import LLAMA_70B
 
 module = import_module("qkvcache.planning.recommend")  # behind the function of the same name
 CHOICES = {choice.call: choice for workload in module.WORKLOADS for n in (1000, 50_000) for choice in module.ladder(workload, n)}
-CHOICES[module.STREAM.call] = module.STREAM
+(STREAM,), (KVZIP,) = module.of_rooms("stream", 1000), module.of_rooms("facts", 1000)
+CHOICES[STREAM.call] = STREAM
 SMALL = MODELS["llama"]()
 LLAMA = copy.deepcopy(LLAMA_70B)
 LLAMA.num_hidden_layers = 4  # each takes a while to plan
@@ -37,7 +38,7 @@ def test_the_call_makes_what_was_planned(choice):
     for layer, of_plan in zip(cache.layers, planned.layers, strict=True):
         names = ("num_sink_tokens", "residual_length", "budget", "interval")
         assert [getattr(layer, name, None) for name in names] == [getattr(of_plan, name, None) for name in names]
-    if choice not in (module.STREAM, module.KVZIP):
+    if choice not in (STREAM, KVZIP):
         assert made(choice.call[:-1] + ", max_length=2000)", SMALL).max_length == 2000
 
 
@@ -45,7 +46,7 @@ def test_budgets_are_shares_of_the_context_in_tokens():
     found = recommend(LLAMA, workload="continue", context=131_072)
     assert found.call == 'CompressedCache(config, format="turboquant_4bit_nc", policy=policies.SnapKV(budget=65_536))'
     assert found.plan.name == "turboquant_4bit_nc + SnapKV 65,536"
-    half = module.snapkv(1000)
+    (half,) = module.of_rooms("continue", 1000)
     assert "budget=500" in half.call and half.policy.budget == 500
 
 
@@ -78,11 +79,11 @@ def test_facts_are_evicted_by_a_second_reading_of_each_context():
     """Seven of eight dense contexts are left to those that are compressed, besides the last."""
     options = {"context": 100_000, "weights_memory": 0}
     dense = plan(LLAMA, context=100_000).dense
-    of_kvzip = plan(LLAMA, format=module.KVZIP.format, policy=module.KVZIP.policy, context=100_000)
+    of_kvzip = plan(LLAMA, format=KVZIP.format, policy=KVZIP.policy, context=100_000)
     each, memory = of_kvzip.bytes_per_request, 8 * dense + of_kvzip.activations
     most = 7 * dense // each + 1
     found = recommend(LLAMA, batch=most, gpu_memory=memory, **options)
-    assert found.call == module.KVZIP.call and "cache.compress(model, ids" in found.reason and found.fits
+    assert found.call == KVZIP.call and "cache.compress(model, ids" in found.reason and found.fits
     assert found.plan.requests == most and "until it has been read twice" in found.reason
     tight = recommend(LLAMA, batch=most + 2, gpu_memory=memory, **options)
     assert not tight.fits and tight.reason.startswith("Does not fit") and f"; {most} would." in tight.plan.verdict

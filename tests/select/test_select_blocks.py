@@ -115,8 +115,8 @@ def test_attention_reads_the_chosen_blocks_alone(queries, begin):
             shown[b, h, 0, sinks : sinks + max(length - begin, 0)] = False
             chosen = selection.places()[b, h // 2]
             shown[b, h, 0, sinks + chosen[chosen >= begin] - begin] = True
-    out, lse, _ = attend_in_torch(query, read, causal=True)
-    wanted, wanted_lse, _ = attend_in_torch(query, inputs, shown, causal=True)
+    out, lse = attend_in_torch(query, read, causal=True)
+    wanted, wanted_lse = attend_in_torch(query, inputs, shown, causal=True)
     torch.testing.assert_close(out, wanted, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
 
@@ -175,13 +175,13 @@ def test_groups_of_queries_choose_for_themselves(masked, monkeypatch):
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
     kernels = attend_pages(query, inputs, mask, causal=True)[0]
     monkeypatch.setenv("QKVCACHE_KERNELS", "torch")
-    out, lse, _ = attend_pages(query, inputs, mask, causal=True)
+    out, lse = attend_pages(query, inputs, mask, causal=True)
     torch.testing.assert_close(kernels.float(), out.float(), rtol=1e-2, atol=2e-3)
     for begin, end in ((0, 4), (4, 6)):
         ends = inputs.rows.clone()
         ends[:, RING_TOKENS] -= 6 - end
         part = mask[:, :, begin:end] if masked == "bool" else mask
-        alone, alone_lse, _ = attend_pages(query[:, :, begin:end], inputs.anew(rows=ends), part, causal=True)
+        alone, alone_lse = attend_pages(query[:, :, begin:end], inputs.anew(rows=ends), part, causal=True)
         torch.testing.assert_close(out[:, :, begin:end], alone)
         torch.testing.assert_close(lse[:, :, begin:end], alone_lse)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ...formats.base import hint
 from .base import AdaKV, Arrivals, Policy, Rotation, Tokens, given
 from .budget import Budget, check_count
@@ -55,6 +58,27 @@ def named(name: str, *, budget: int | float | None = None, **options) -> Policy:
     if budget is not None:
         options["window_length" if issubclass(kind, SinkWindow) else "budget"] = budget
     return kind(**options)
+
+
+def from_words(policy: str | Policy | Mapping[str, Any]) -> Policy:
+    """`resolve`, also of the words of a command: `policy`, the name, and the options of `named`. `head_profile` among them, the path of a
+    `HeadProfile`, divides the budget.
+
+    Raises as `resolve` and `named` do, and ValueError for options without a name.
+    """
+    if not isinstance(policy, Mapping):
+        return resolve(policy)
+    words = dict(policy)
+    name, profile = words.pop("policy", None), words.pop("head_profile", None)
+    if name is None:
+        raise ValueError(
+            f"{', '.join(x for x in policy if x != 'num_sink_tokens')} without a policy: add one, such as policy=h2o (--policy h2o)"
+        )
+    if profile is not None:
+        if "budget" not in words or issubclass(REGISTRY.get(name, Policy), SinkWindow):
+            raise ValueError(f"head_profile={profile!r} divides a budget: pass budget, and a policy that has one, such as snapkv")
+        words["budget"] = HeadProfile.load(profile).budget(words["budget"])
+    return named(name, **words)
 
 
 __all__ = [

@@ -13,9 +13,6 @@ cuDNN is faster, but prepares a plan for each shape that it first meets, which t
 The query heads of a group are rows of their KV head, so that keys and values are never copied for query heads. Vectors that are stored
 rotated stay rotated in the scratch: queries are rotated before, and the merged output of the chunks is rotated back.
 `attention/route.py` says which queries attend so.
-
-The weights that policies need depend on the normalisers, which are known after the merge. The parts
-are then read a second time, the last chunk first, which is still in the scratch.
 """
 
 from __future__ import annotations
@@ -30,16 +27,17 @@ from torch import Tensor
 
 from ...formats.base import Codec
 from ...formats.rotation import rotation_block
-from ..host.dispatch import dequantize_pages, on_triton, sum_attention
+from ..host.dispatch import dequantize_pages, on_triton
 from ..inputs import AttentionInputs
 from ..pages import Pages
 from ..segments import Exact, Packed, Pair, join_tokens
 from ..store.reference import dequantized
-from ..sum_attention import BLOCK
 from .reference import MASKED_SCORE
 
 CHUNK_TOKENS, CHUNK_BYTES = 65536, 512 * 2**20
 """The most tokens of a chunk, and the most bytes of its keys and values together."""
+BLOCK = 2**24
+"""The most scores in memory at a time where torch computes them."""
 MERGED_PARTS = 8
 """The number of parts that are merged at a time. The outputs of more parts would take more memory than a dense
 layer."""
@@ -80,7 +78,7 @@ def attend_chunked_pages(
     """`attend_chunked` over the tokens `begin` to `end` of pages with one table for all heads, between exact keys and values
     `[B, H, T, D]`: first tokens, and the tokens after the pages, of which the last `Q` belong to the queries `[B, Hq, Q, D]`."""
     tokens = ChunkedKV.of_pages(pages, begin, end, sinks, recent)
-    return attend_chunked(query, tokens, scaling=scaling)[:2]
+    return attend_chunked(query, tokens, scaling=scaling)
 
 
 def _pieces_of_pages(pages: Pages, begin: int, end: int, size: int) -> Iterator[Piece]:
@@ -118,21 +116,38 @@ class ChunkedKV:
         return ChunkedKV(exact, before, functools.partial(_pieces_of_blocks, packed))
 
 
+class Chunks:
+    """Tokens in chunks for queries `[B, Hq, Q, D]`, and the `scratch` into which these are dequantized, `[2, B, H, T, D]`.
+
+    `chunk_tokens`: the most tokens of a chunk. None: as many as fit in CHUNK_TOKENS and CHUNK_BYTES."""
+
+    def __init__(self, query: Tensor, tokens: AttentionInputs | ChunkedKV, chunk_tokens: int | None = None) -> None:
+        self.tokens = tokens = ChunkedKV.of(tokens) if isinstance(tokens, AttentionInputs) else tokens
+        heads = tokens.exact[0].shape[1]
+        size = _most_tokens(query, heads)
+        self.pieces = list(tokens.pieces(min(size, chunk_tokens or size)))
+        room = max((count for count, _, _ in self.pieces), default=0)
+        self.scratch = query.new_empty(2, len(query), heads, room, query.shape[3])
+
+    @property
+    def end(self) -> int:
+        """The column after the last chunk."""
+        return self.tokens.before + sum(count for count, _, _ in self.pieces)
+
+
 def attend_chunked(
     query: Tensor,
-    tokens: AttentionInputs | ChunkedKV,
+    tokens: AttentionInputs | ChunkedKV | Chunks,
     hidden: Tensor | None = None,
     *,
     scaling: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     shown_from: int | None = None,
-    observed: Tensor | None = None,
     chunk_tokens: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Causal attention of the last `Q` tokens: the output `[B, Hq, Q, D]` in the query's dtype, and the log of the normaliser, fp32
-    `[B, Hq, Q]`. If queries are `observed`, a second pass also gives the accumulated attention of each token, fp32 `[B, H, T]`: its softmax
-    weights, summed over the group's query heads and over the observed queries.
+    `[B, Hq, Q]`.
 
     Args:
         query: `[B, Hq, Q, D]`, `Hq` a multiple of the KV heads; the tokens of the queries are the last `Q` of `tokens`, and exact.
@@ -142,26 +157,20 @@ def attend_chunked(
         softcap: `softcap * tanh(score / softcap)` before the mask (Gemma 2), in plain torch.
         sinks: a learned logit for each query head, `[Hq]`, that takes part in the softmax and has no value (gpt-oss).
         shown_from: a column from which on nothing is hidden. None: not known.
-        observed: how often each of the last `W` queries counts, fp32 `[B, W]`; 0 for padding.
-        chunk_tokens: the most tokens of a chunk. None: as many as fit in CHUNK_TOKENS and CHUNK_BYTES.
+        chunk_tokens: as of `Chunks`.
     """
-    if isinstance(tokens, AttentionInputs):
-        tokens = ChunkedKV.of(tokens)
-    batch, query_heads, queries, dim = query.shape
-    exact, before = tokens.exact, tokens.before
+    chunks = tokens if isinstance(tokens, Chunks) else Chunks(query, tokens, chunk_tokens)
+    _, query_heads, queries, dim = query.shape
+    exact, before, pieces, scratch = chunks.tokens.exact, chunks.tokens.before, chunks.pieces, chunks.scratch
     heads = exact[0].shape[1]
     scaling = dim**-0.5 if scaling is None else scaling
     folded = fold(query, heads)
     masked = 0 if hidden is None else hidden.shape[-1] if shown_from is None else shown_from
-    size = _most_tokens(query, heads)
-    pieces = list(tokens.pieces(min(size, chunk_tokens or size)))
     if on_triton(query.device):
         from .triton_merge import merge as merge_parts
     else:
         merge_parts = merge
     column, parts, rotated, unrotated = before, list[Part](), folded, scaling
-    room = max((count for count, _, _ in pieces), default=0)
-    scratch = query.new_empty(2, batch, heads, room, dim)
     if pieces:
         rotated, factor = rotate(folded, pieces[0][1][0])
         unrotated = scaling * factor
@@ -180,8 +189,7 @@ def attend_chunked(
     if pieces and (codec := pieces[0][1][1]).rotation is not None:
         out, lse = merge_parts(parts, query_heads, queries, heads, None) if len(parts) > 1 else parts[0]
         parts = [(rotate_back(out, codec), lse)]
-    own = None if hidden is None else _by_head(hidden)[:, 0]  # exact tokens are the same in all heads
-    own = None if own is None else torch.cat([own[:, :before], own[:, column:]], dim=1)
+    own = hidden_exact(hidden, chunks)
     seen, among = exact, own
     if own is not None and masked <= column and before + queries <= exact[0].shape[2]:  # else some sinks are new tokens
         if before:
@@ -189,23 +197,15 @@ def attend_chunked(
             parts.append(library_attention(folded, exact[0][:, :, :before], exact[1][:, :, :before], bias, scaling, softcap))
         seen, among = (exact[0][:, :, before:], exact[1][:, :, before:]), None
     parts += causal_attention(query, folded, *seen, among, scaling, softcap)
-    out, lse = merge_parts(parts, query_heads, queries, heads, sinks)
-    if observed is None:
-        return out, lse, None
+    return merge_parts(parts, query_heads, queries, heads, sinks)
 
-    last = queries - observed.shape[1]
-    query, level = query[:, :, last:].detach(), lse[:, :, last:]
-    visible = None if own is None else ~own
-    rest = sum_attention(query, exact[0], observed, visible, scaling=scaling, softcap=softcap, lse=level)
-    found = [rest[..., before:]]
-    for i, (count, codecs, fill) in reversed(list(enumerate(pieces))):
-        column -= count
-        keys, values = scratch[:, :, :, :count]
-        if i < len(pieces) - 1:  # the last chunk is still there
-            fill((keys, values))
-        visible, turned = None if hidden is None else ~hidden[..., column : column + count], rotate(query, codecs[0])[0]
-        found.append(sum_attention(turned, keys, observed, visible, scaling=unrotated, softcap=softcap, lse=level, causal=False))
-    return out, lse, torch.cat([rest[..., :before], *reversed(found)], dim=-1)
+
+def hidden_exact(hidden: Tensor | None, chunks: Chunks) -> Tensor | None:
+    """The exact tokens among `hidden` columns, bool `[B, T]`: they are the same in all heads."""
+    if hidden is None:
+        return None
+    own, before = _by_head(hidden)[:, 0], chunks.tokens.before
+    return torch.cat([own[:, :before], own[:, chunks.end :]], dim=1)
 
 
 def _pieces_of_blocks(blocks: list[tuple[Packed, Packed]], size: int) -> Iterator[Piece]:

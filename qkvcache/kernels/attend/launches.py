@@ -64,7 +64,7 @@ def tiled(query: Tensor, inputs: PagedInputs, mask: Tensor | None, options: Opti
 
     It serves causal attention under no mask but one that hides columns, of quantized keys and values of 64 or 128 channels in fp16 or bf16,
     on Hopper: on other GPUs nobody measured it."""
-    if inputs.pages.per_head or inputs.work.splits or options.get("observed") is not None or not options.get("causal"):
+    if inputs.pages.per_head or inputs.work.splits or not options.get("causal"):
         return None
     return in_tiles(query, inputs, mask)
 
@@ -88,10 +88,6 @@ def _fits_tiles(layout: PackedLayout, head_dim: int) -> bool:
     return head_dim in (64, 128) and layout.kind != "half" and (layout.group % words == 0 or words == 2 * layout.group)
 
 
-SUMS = Launch(64, 2, None, 12, rows=64)
-"""The launch that sums weights of tokens, with the most query rows of a tile: more are added up in turn."""
-MOST_SPAN = 512
-"""The most tokens of one of its programs."""
 OF_SHARED = Launch(64, 3, None, 4, 2, 16)
 """The launch over tokens that rows share, for up to 32 query rows, the best measured on an H100. More rows of a program take more registers
 than they spare loads."""

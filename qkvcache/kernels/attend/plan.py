@@ -26,7 +26,6 @@ from .launches import Launch, architecture, in_tiles, launched, split, tiled
 from .reference import Options
 from .triton_attend import attend_kernel
 from .triton_join import reduce_kernel, rotate_kernel
-from .triton_sum_keys import sum_keys_kernel
 from .triton_tiles import attend_tiles_kernel
 
 OF_LAYER = "k_planes", "v_planes", "mean_strides", "center", "center_b", "center_h"
@@ -37,9 +36,14 @@ OF_INPUTS = (
 """Arguments that are the same in all calls over the same inputs."""
 OF_CALL = (
     "mask", "mask_b", "mask_h", "mask_q", "mask_t", "query_strides", "scaling", "n_quantized", "least", "skip", "items", "firsts", "shares",
-    "splits", "before", "branches", "shared_splits", "shared_blocks", "span",
+    "splits", "before", "branches", "shared_splits", "shared_blocks",
 )  # fmt: skip
 """Arguments that are the same in all layers of a step."""
+
+
+Arguments = tuple[tuple[Tensor, ...], tuple[Held, ...]]
+"""Queries as kernels read them, and rotated as quantized keys are unless the kernel for many rows does that; and the arguments `OF_LAYER`,
+`OF_INPUTS` and `OF_CALL`."""
 
 
 class Kind:
@@ -199,14 +203,6 @@ class Launches:
         }  # fmt: skip
         self.reduce_grid = rows, self.batch * self.heads, -(-self.value_dim // columns)
 
-    @functools.cached_property
-    def sum(self) -> Launcher:
-        """The launch that sums the weights of tokens."""
-        rows = min(max(triton.next_power_of_2(self.groups * self.queries), self.rows), fused.SUMS.rows)
-        own = {"R": rows, "T": fused.SUMS.tile, "num_warps": 1 if rows <= 16 else 4}
-        given, held = ("query", "region_query", "lse", "observed", "sums"), (*OF_LAYER, *OF_INPUTS, *OF_CALL)
-        return Launcher(sum_keys_kernel, self.attend.device, given, held, **self.fixed | own, num_stages=fused.SUMS.stages)
-
     def reduce(self, shared: int) -> Launcher:
         """The launch that joins splits with the splits of a second launch, which has so many query rows in a block; 0: there is none."""
         key = f"joins {shared} rows"
@@ -221,7 +217,7 @@ class Plan:
 
     Args:
         query: `[B, Hq, Q, D]`; queries of other layers have the same shape, strides and dtype.
-        mask, options: as in `attend.attend_pages`; `sinks` and `observed` belong to one layer: `run` takes them.
+        mask, options: as in `attend.attend_pages`; `sinks` belong to one layer: `run` takes them.
         launch: for measuring; chosen by format otherwise.
         items: divide the rows among programs.
         skip: tokens at the beginning of pages that another plan reads.
@@ -255,7 +251,7 @@ class Plan:
                 same = not self.mask_strides[1] and (shape[2] == 1 or not self.mask_strides[2])
                 shown, mask = "row" if same else "bool", mask.view(torch.uint8)
             self.mask = mask
-        self.query_strides = self._laid_out(query).stride()
+        self.query_strides = self.laid_out(query).stride()
         self.scaling = float(shape[3] ** -0.5 if scaling is None else scaling)
         form = Form(
             shape, inputs.ring[0].shape[1], shown, exact and sinks + ring > 0, options.get("causal", False),
@@ -273,15 +269,13 @@ class Plan:
         """Query rows of the partial outputs."""
         self.beside: Plan | None = None
         """The plan of tokens that several rows share."""
-        panels, programs = self.launches.batch * self.launches.heads, architecture(query.device)[1] * fused.SUMS.programs
-        tiles = -(-region * panels // (programs * fused.SUMS.tile))
-        self.span = min(max(tiles, 1) * fused.SUMS.tile, fused.MOST_SPAN)
-        """Tokens of a program that sums weights."""
-        self.sum_grid = sum(-(-n // self.span) for n in zones), panels, 1
+        self.prepared: dict[str, Any] = {}
+        """What rooms make once for this plan, by what it does."""
         self.held = self._hold()
         self.reduce = self.launches.reduce(0)
 
-    def _laid_out(self, query: Tensor) -> Tensor:
+    def laid_out(self, query: Tensor) -> Tensor:
+        """The queries as kernels read them."""
         whole = self.kind.use.queries.whole is not None
         return query.contiguous() if whole or query.stride(-1) != 1 else query
 
@@ -315,7 +309,7 @@ class Plan:
             skip=self.skip, items=empty if self.items is None else self.items, firsts=empty if of_rows is None else of_rows.firsts,
             shares=empty if of_rows is None or of_rows.shares is None else of_rows.shares, splits=self.splits, before=self.entries,
             branches=branches, shared_splits=0 if beside is None else beside.splits,
-            shared_blocks=0 if beside is None else beside.launches.blocks, span=self.span,
+            shared_blocks=0 if beside is None else beside.launches.blocks,
         )  # fmt: skip
 
     def join(self, beside: Plan, branches: int) -> Plan:
@@ -329,25 +323,21 @@ class Plan:
         """Whether another layer is launched by this plan."""
         return (query.shape, query.stride(), query.dtype, *_sizes(inputs)) == self.like and layer_of(inputs).kind is self.kind
 
-    def launch(self, query: Tensor, of_layer: Held, of_inputs: Held, part: Tensor, tops: Tensor) -> None:
+    def launch(self, query: Tensor, of_layer: Held, of_inputs: Held, part: Tensor, tops: Tensor) -> Arguments:
         """Writes partial outputs to `part`, and their maxima and normalisers to `tops`."""
         held = of_layer, of_inputs, self.held
-        if self.launches.many:
-            self.launches.attend(self.grid, query, part, tops, held=held)
-        else:
-            self.launches.attend(self.grid, query, self.rotated(query), part, tops, held=held)
+        queries = (query,) if self.launches.many else (query, self.rotated(query))
+        self.launches.attend(self.grid, *queries, part, tops, held=held)
+        return queries, held
 
-    def run(
-        self, query: Tensor, inputs: PagedInputs, sinks: Tensor | None = None, observed: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The output `[B, Hq, Q, Dv]`, the log of the normaliser, fp32 `[B, Hq, Q]`, and with `observed` the accumulated attention by slot,
-        fp32 `[B, H, S + max_length + R]`."""
+    def run(self, query: Tensor, inputs: PagedInputs, sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Arguments]:
+        """The output `[B, Hq, Q, Dv]`, the log of the normaliser, fp32 `[B, Hq, Q]`, and the arguments for a launch after it."""
         launches, beside, device = self.launches, self.beside, query.device
-        query, of_layer, of_inputs = self._laid_out(query), layer_of(inputs).held, held_of(inputs, self.empty)
+        query, of_layer, of_inputs = self.laid_out(query), layer_of(inputs).held, held_of(inputs, self.empty)
         entries = self.entries if beside is None else self.entries + beside.entries
         part = torch.empty(entries * launches.value_dim, dtype=torch.float32, device=device)
         tops = torch.empty(entries * 2, dtype=torch.float32, device=device)
-        self.launch(query, of_layer, of_inputs, part, tops)
+        arguments = self.launch(query, of_layer, of_inputs, part, tops)
         if beside is not None:
             first, shared = _of_first(query, inputs, beside)
             behind = part[self.entries * launches.value_dim :], tops[self.entries * 2 :]
@@ -356,12 +346,7 @@ class Plan:
         lse = torch.empty(launches.out_shape[:3], dtype=torch.float32, device=device)
         sinks = self.empty if sinks is None else sinks
         self.reduce(launches.reduce_grid, part, tops, sinks, out, lse, held=(of_layer, self.held))
-        if observed is None:
-            return out, lse, None
-        sums = torch.empty(launches.batch, launches.heads, sum(self.zones), dtype=torch.float32, device=device)
-        held = of_layer, of_inputs, self.held
-        launches.sum(self.sum_grid, query, self.rotated(query), lse, observed.contiguous(), sums, held=held)
-        return out, lse, sums
+        return out, lse, arguments
 
 
 def _sizes(inputs: PagedInputs) -> tuple:
@@ -396,9 +381,9 @@ def plan_pages(
             f"{inputs.slots[2]}"
         )
     work = inputs.work
-    splits = work.splits if query.shape[2] == 1 and options.get("observed") is None and inputs.pages.chosen is None else None
+    splits = work.splits if query.shape[2] == 1 and inputs.pages.chosen is None else None
     launch = launch or tiled(query, inputs, mask, options)
-    if cascades(query, inputs, launch, options):
+    if cascades(query, inputs, launch):
         plan = Plan(query, inputs, mask, options, skip=work.shared)
         return plan.join(_shared(query, mask, inputs, options), work.branches)
     if splits is None:
@@ -411,19 +396,17 @@ def plan_pages(
 
 def attend_pages(
     query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, *, launch: Launch | None = None, **options: Unpack[Options]
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Run `attend.attend_pages` in one pass over the codes. `launch`: for measuring; chosen by format otherwise.
 
     Raises ValueError for causal queries that are not all among the exact last tokens."""
-    plan, observed = plan_pages(query, inputs, mask, launch=launch, **options), options.get("observed")
-    out, lse, sums = plan.run(query, inputs, options.get("sinks"), observed)
-    return out, lse, lse.new_empty(*query.shape[:1], inputs.ring[0].shape[1], 0) if sums is None else sums
+    return plan_pages(query, inputs, mask, launch=launch, **options).run(query, inputs, options.get("sinks"))[:2]
 
 
-def cascades(query: Tensor, inputs: PagedInputs, launch: Launch | None, options: Options) -> bool:
+def cascades(query: Tensor, inputs: PagedInputs, launch: Launch | None) -> bool:
     """Whether the tokens that rows share are read once for all of them, in a launch of their own."""
     _, splits, branches, shared = inputs.work
-    if branches == 1 or launch or inputs.pages.chosen or splits or options.get("observed") is not None:
+    if branches == 1 or launch or inputs.pages.chosen or splits:
         return False
     batch = query.shape[0]
     return (batch - batch // branches) * shared * inputs.ring[0].shape[1] >= fused.LEAST_SPARED
@@ -444,7 +427,7 @@ def _of_first(query: Tensor, inputs: PagedInputs, beside: Plan) -> tuple[Tensor,
     """The queries and the inputs of the plan of shared tokens `beside` another over `inputs`."""
     if beside.items is not None:
         return query, inputs
-    return beside._laid_out(_of_branches(query, inputs.work.branches)), inputs.first_shared()
+    return beside.laid_out(_of_branches(query, inputs.work.branches)), inputs.first_shared()
 
 
 def _of_branches(x: Tensor, branches: int) -> Tensor:

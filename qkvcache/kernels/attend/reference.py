@@ -31,11 +31,8 @@ class Options(TypedDict, total=False):
     sinks: Tensor | None
     """A learned logit for each query head, `[Hq]`, that takes part in the softmax and has no value (gpt-oss)."""
 
-    observed: Tensor | None
-    """How often each query counts in accumulated attention, fp32 or bool `[B, Q]`; 0 for padding."""
 
-
-OPTIONS = "sinks", "observed", "scaling", "softcap", "causal"
+OPTIONS = "sinks", "scaling", "softcap", "causal"
 """The names of the options, in the order in which torch operators take them."""
 
 
@@ -46,15 +43,13 @@ def attend(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None
         query: `[B, Hq, Q, D]`, `Hq` a multiple of the KV heads.
         mask: bool (True: visible) or additive, broadcastable to `[B, Hq, Q, T]`; a longer last dimension is cut.
     """
-    return attend_observed(query, attention_inputs, mask, **options)[0]
+    return weighted(query, weigh(query, attention_inputs, mask, **options)[0], attention_inputs.value)
 
 
-def attend_observed(
+def weigh(
     query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
-    """Run `attend` and also return the accumulated attention of each token, fp32 `[B, H, T]`: its softmax weights, summed over the
-    query heads of the group and over queries. Tokens that the mask hides have none. Without `observed` it is empty, `[B, H, 0]`.
-    """
+    """The softmax weights of all tokens, and their scores under the mask, fp32 `[B, Hq, Q, T]`. Arguments as of `attend`."""
     sinks = options.get("sinks")
     logits = scores(query, attention_inputs.key, options.get("scaling"), options.get("softcap"))
     logits = apply_mask(logits, mask, options.get("causal", False))
@@ -62,19 +57,13 @@ def attend_observed(
     if sinks is not None:
         column = sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
         every = torch.cat([logits, column], dim=-1)
-    return _weighted(query, every.softmax(-1)[..., : logits.shape[3]], logits, attention_inputs.value, options.get("observed"))
+    return every.softmax(-1)[..., : logits.shape[3]], logits
 
 
-def _weighted(query: Tensor, probabilities: Tensor, logits: Tensor, value: KeysOrValues, observed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The output `[B, Hq, Q, Dv]` and the accumulated attention for `probabilities` `[B, Hq, Q, T]`."""
-    batch, (heads, tokens) = len(query), value.shape[1:3]
-    by_head = probabilities.reshape(batch, heads, -1, tokens)
-    out = pv(by_head, value).view(*query.shape[:3], -1).to(query.dtype)
-    if observed is None:
-        return out, query.new_empty(batch, heads, 0, dtype=torch.float32)
-    count = observed.float()[:, None].masked_fill(logits.amax(-1) <= MASKED_BELOW, 0).reshape(batch, heads, 1, -1)
-    counted = by_head.masked_fill((count == 0).mT, 0)  # which may hold nan
-    return out, (count @ counted)[:, :, 0]
+def weighted(query: Tensor, weights: Tensor, value: KeysOrValues) -> Tensor:
+    """The output `[B, Hq, Q, Dv]` for `weights` `[B, Hq, Q, T]`."""
+    by_head = weights.reshape(len(query), value.shape[1], -1, value.shape[2])
+    return pv(by_head, value).view(*query.shape[:3], -1).to(query.dtype)
 
 
 def scores(query: Tensor, key: KeysOrValues, scaling: float | None, softcap: float | None) -> Tensor:
@@ -108,29 +97,41 @@ def attend_pages(
     causal: bool = False,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    observed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Attention of a few queries over sinks, pages and a ring.
 
     Args:
         query: `[B, Hq, Q, D]`, `Hq` a multiple of the KV heads.
         mask: bool (True: visible) or additive, broadcastable to `[B, Hq, Q, T]`, where `T` is at least the tokens of the longest row: a
             column is a token's index in its row.
-        scaling, causal, softcap, sinks, observed: see `Options`.
+        scaling, causal, softcap, sinks: see `Options`.
 
-    Returns the output `[B, Hq, Q, Dv]` in the query's dtype, the log of the normaliser, fp32 `[B, Hq, Q]`, and accumulated attention by
-    slot, fp32 `[B, H, S + max_length + R]`, without `observed` `[B, H, 0]`. A row without tokens has the output 0 and, without `sinks`,
-    the log -inf.
+    Returns the output `[B, Hq, Q, Dv]` in the query's dtype, and the log of the normaliser, fp32 `[B, Hq, Q]`. A row without tokens has the
+    output 0 and, without `sinks`, the log -inf.
     """
     value, places = paged_side(inputs, 1)
+    weights, _, lse = weigh_pages(query, inputs, places, mask, scaling, causal, softcap, sinks)
+    return weighted(query, weights, value), lse
+
+
+def weigh_pages(
+    query: Tensor,
+    inputs: PagedInputs,
+    places: Tensor,
+    mask: Tensor | None = None,
+    scaling: float | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The softmax weights of all slots, their scores under the mask, fp32 `[B, Hq, Q, S + max_length + R]`, and the log of the normaliser,
+    fp32 `[B, Hq, Q]`. `places`: of the quantized tokens (`paged_side`); other arguments as of `attend_pages`."""
     logits = scores(query, paged_side(inputs, 0)[0], scaling, softcap)
     logits = mask_slots(logits, inputs.columns(places), mask, causal)
     lse = torch.logsumexp(logits, -1)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.float()[:, None])
-    probabilities = (logits - lse[..., None]).exp().masked_fill(lse[..., None] == -torch.inf, 0)
-    out, sums = _weighted(query, probabilities, logits, value, observed)
-    return out, lse, sums
+    return (logits - lse[..., None]).exp().masked_fill(lse[..., None] == -torch.inf, 0), logits, lse
 
 
 def mask_slots(logits: Tensor, columns: Tensor, mask: Tensor | None, causal: bool) -> Tensor:

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from ...formats.base import Codec
-from .. import sum_attention as reference
-from ..attend.reference import OPTIONS, Options, attend_observed
+from ..attend.reference import OPTIONS, Options, attend
 from ..attend.reference import attend_pages as attend_pages_in_torch
 from ..inputs import AttentionInputs
 from ..paged_inputs import PagedInputs
@@ -151,7 +150,18 @@ def attends_in_tiles(query: Tensor, attention_inputs: AttentionInputs, mask: Ten
 
 def attend_on_codes(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
     """`attend`, by the fused kernel where there is one. Without a mask, it attends over pages if heads have pages of their own."""
-    return observe_on_codes(query, attention_inputs, mask, **options)[0]
+    inputs = attention_inputs.paged
+    if torch.compiler.is_compiling() and attention_inputs.compiled:
+        given = [options.get(name) for name in OPTIONS]
+        shape = list(attention_inputs.value.shape[1:])
+        return torch.ops.qkvcache.attend(query, inputs.handle, ORDER[query.device], shape, mask, *given)[0]
+    if inputs is not None and not (attention_inputs.by_head and mask is not None):  # which is by column
+        kernel = fuses("attend.launches", inputs, query)
+        by_pages = kernel or attention_inputs.by_head
+        if by_pages or inputs.selects(query):
+            keys = None if by_pages else [x for x in attention_inputs.key.segments if isinstance(x, Packed)]
+            return _attend_pages(kernel, query, inputs, mask, keys, **options)[0]
+    return attend(query, attention_inputs, mask, **options)
 
 
 def plan_on_codes(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, **options: Unpack[Options]) -> Any:
@@ -168,40 +178,12 @@ def plan_pages(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, *
     return module("attend.plan").plan_pages(query, inputs, mask, **options)
 
 
-def observe_on_codes(
-    query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, **options: Unpack[Options]
-) -> tuple[Tensor, Tensor]:
-    """`attend_observed`, by the fused kernel where there is one. Accumulated attention is by slot where `observes_slots`."""
-    inputs, observed = attention_inputs.paged, options.get("observed")
-    if torch.compiler.is_compiling() and attention_inputs.compiled:
-        given = [options.get(name) for name in OPTIONS]
-        shape = list(attention_inputs.value.shape[1:])
-        out, _, attention_sums = torch.ops.qkvcache.attend(query, inputs.handle, ORDER[query.device], shape, mask, *given)
-        return out, attention_sums
-    by_slot = attention_inputs.by_head and (mask is not None or observed is not None)  # while these are by column
-    if inputs is not None and not by_slot:
-        kernel = fuses("attend.launches", inputs, query)
-        by_pages = kernel or attention_inputs.by_head
-        if by_pages or (observed is None and chooses(inputs, query)):
-            keys = None if by_pages else [x for x in attention_inputs.key.segments if isinstance(x, Packed)]
-            out, _, attention_sums = _attend_pages(kernel, query, inputs, mask, keys, **options)
-            return out, attention_sums
-    return attend_observed(query, attention_inputs, mask, **options)
-
-
 def chooses(inputs: PagedInputs, query: Tensor) -> bool:
     """Whether attention of `query` reads chosen tokens of `inputs`."""
     return inputs.select is not None and inputs.select.chooses(query, inputs)
 
 
-def observes_slots(query: Tensor, attention_inputs: AttentionInputs) -> bool:
-    """Whether `observe_on_codes` accumulates attention by slot, and not by column: a kernel reads tokens that the device counts."""
-    return attention_inputs.counted and fuses("attend.launches", attention_inputs.paged, query)
-
-
-def attend_pages(
-    query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, **options: Unpack[Options]
-) -> tuple[Tensor, Tensor, Tensor]:
+def attend_pages(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, **options: Unpack[Options]) -> tuple[Tensor, Tensor]:
     """`attend.attend_pages`, by the fused kernel where there is one."""
     return _attend_pages(fuses("attend.launches", inputs, query), query, inputs, mask, **options)
 
@@ -213,10 +195,10 @@ def _attend_pages(
     mask: Tensor | None,
     keys: list[Packed] | None = None,
     **options: Unpack[Options],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend_pages` in eager code, over the blocks that the inputs choose, if they do. `keys`: as of `Select.attend`."""
+) -> tuple[Tensor, Tensor]:
+    """`attend_pages` in eager code, over the blocks that the inputs choose, if they do. `keys`: as in `Select.attend`."""
     attend = module("attend.plan").attend_pages if by_kernel else attend_pages_in_torch
-    if inputs.select is None or options.get("observed") is not None or not inputs.select.chooses(query, inputs):
+    if inputs.select is None or not inputs.select.chooses(query, inputs):
         return attend(query, inputs, mask, **options)
     return inputs.select.attend(attend, by_kernel, query, inputs, mask, keys, **options)
 
@@ -294,14 +276,6 @@ def launch_of_step(inputs: PagedInputs, x: Pair) -> Callable[[Pair], None] | Non
     return stored
 
 
-def launch_into(pages: Pages, x: Pair) -> Callable[[Pair, Tensor], None] | None:
-    """A function that quantizes keys and values like `x` in place of tokens of their rows, int64 `[B, H, T]`, negative for those that are
-    not stored, with its launch prepared; None if there is no kernel for it."""
-    if not (pages.by_page and x[0].numel() and quantizes(pages.codecs, x)):
-        return None
-    return module("store.triton_store").launch_into(pages, x)
-
-
 def unfold(inputs: PagedInputs, columns: int, new: Pair) -> Pair:
     """`reference.unfold`: keys and values at their columns, `[B, H, columns, D]` each, followed by `new` `[B, H, T, D]`; zeros beyond."""
     if torch.compiler.is_compiling():
@@ -312,20 +286,6 @@ def unfold(inputs: PagedInputs, columns: int, new: Pair) -> Pair:
 def read(x: Tensor) -> Tensor:
     """A tensor that operators write behind a handle, as it is now."""
     return torch.ops.qkvcache.read(x, ORDER[x.device]) if torch.compiler.is_compiling() else x
-
-
-@functools.wraps(reference.sum_attention)
-def sum_attention(query: Tensor, key: Tensor, observed: Tensor, visible: Tensor | None = None, **options: Any) -> Tensor:
-    """`sum_attention.sum_attention`, by kernels where they exist: the accumulated attention of many queries, fp32 `[B,
-    H, T]`."""
-    by_head = visible is not None and visible.dim() == 3
-    if on_triton(query.device) and (options.get("lse") is not None or not by_head):
-        kernels = module("triton_sum_attention")
-        if kernels.supports(query, key):
-            if not by_head:
-                return kernels.sum_attention(query, key, observed, visible, **options)
-            return kernels.sum_attention(query, key, observed, **options).masked_fill_(~visible, 0)  # type: ignore[operator]
-    return reference.sum_attention(query, key, observed, visible, **options)
 
 
 def dense(side: KeysOrValues) -> Tensor:

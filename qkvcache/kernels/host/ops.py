@@ -20,7 +20,7 @@ from . import dispatch
 from .handles import inputs_of
 
 HANDLE = "Tensor handle, Tensor order"
-OPTIONS = "Tensor? sinks, Tensor? observed, float? scaling, float? softcap, bool? causal"
+OPTIONS = "Tensor? sinks, float? scaling, float? softcap, bool? causal"
 """`attend.OPTIONS`"""
 
 
@@ -32,24 +32,21 @@ def operator(name: str, arguments: str, returns: str = "()", mutates: Sequence[s
     return lambda function: made(without_autocast()(function))
 
 
-def _given(options: Sequence[Any]) -> dict[str, Any]:
+def given(options: Sequence[Any]) -> dict[str, Any]:
     """The options that are not None, by name."""
     return {name: x for name, x in zip(NAMES, options, strict=True) if x is not None}
 
 
-@operator("attend", f"Tensor query, {HANDLE}, SymInt[] shape, Tensor? mask, {OPTIONS}", "(Tensor, Tensor, Tensor)")
+@operator("attend", f"Tensor query, {HANDLE}, SymInt[] shape, Tensor? mask, {OPTIONS}", "(Tensor, Tensor)")
 def _attend(query, handle, order, shape, mask, *options):
     """`shape`: heads, slots and channels of values."""
-    out, lse, sums = dispatch.attend_pages(query, inputs_of(handle), mask, **_given(options))
-    return out.contiguous(), lse, sums  # kernels write `[B, Q, Hq, D]`
+    out, lse = dispatch.attend_pages(query, inputs_of(handle), mask, **given(options))
+    return out.contiguous(), lse  # kernels write `[B, Q, Hq, D]`
 
 
 @_attend.register_fake
-def _(query, handle, order, shape, mask, sinks, observed, *options):
-    heads, slots, dim = shape
-    sums = query.shape[0], heads, 0 if observed is None else slots
-    lse, attention_sums = (query.new_empty(x, dtype=torch.float32) for x in (query.shape[:3], sums))
-    return query.new_empty(*query.shape[:3], dim), lse, attention_sums
+def _(query, handle, order, shape, mask, *options):
+    return query.new_empty(*query.shape[:3], shape[2]), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 @operator("step", f"{HANDLE}, Tensor key, Tensor value", mutates=["order"])

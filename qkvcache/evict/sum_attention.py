@@ -1,15 +1,44 @@
-"""Accumulated attention of many queries: the softmax weight of each key, summed over queries, in plain torch and with memory linear in
-tokens."""
+"""Accumulated attention in plain torch: the softmax weight of each token, summed over queries and over the query heads of its group.
+
+`attend_observed` and `observe_pages` find it with the attention of a few queries, and `sum_attention` after that of many, with memory
+linear in tokens."""
 
 from __future__ import annotations
+
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from .attend.reference import MASKED_BELOW, MASKED_SCORE
+from ..kernels.attend.chunked import BLOCK
+from ..kernels.attend.reference import MASKED_BELOW, MASKED_SCORE, Options, weigh, weigh_pages, weighted
+from ..kernels.inputs import AttentionInputs
+from ..kernels.paged_inputs import PagedInputs, paged_side
 
-BLOCK = 2**24
-"""Greatest number of scores in memory at a time."""
+
+def attend_observed(
+    query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, *, observed: Tensor, **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]:
+    """`attend.attend`, and the accumulated attention of each token, fp32 `[B, H, T]`; 0 for tokens that the mask hides. `observed`: how
+    often each query counts, fp32 or bool `[B, Q]`; 0 for padding."""
+    weights, logits = weigh(query, attention_inputs, mask, **options)
+    return weighted(query, weights, attention_inputs.value), _counted(weights, logits, observed, attention_inputs.key.shape[1])
+
+
+def observe_pages(
+    query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, *, observed: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """The output of `attend.attend_pages`, and the accumulated attention of each slot, fp32 `[B, H, S + max_length + R]`."""
+    value, places = paged_side(inputs, 1)
+    weights, logits, _ = weigh_pages(query, inputs, places, mask, **options)
+    return weighted(query, weights, value), _counted(weights, logits, observed, value.shape[1])
+
+
+def _counted(weights: Tensor, logits: Tensor, observed: Tensor, heads: int) -> Tensor:
+    """`weights` `[B, Hq, Q, T]` summed. Queries that see no token do not count."""
+    count = observed.float()[:, None].masked_fill(logits.amax(-1) <= MASKED_BELOW, 0).reshape(len(weights), heads, 1, -1)
+    counted = weights.reshape(len(weights), heads, -1, weights.shape[3]).masked_fill((count == 0).mT, 0)  # which may hold nan
+    return (count @ counted)[:, :, 0]
 
 
 def sum_attention(

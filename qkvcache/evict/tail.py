@@ -7,17 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import Pair, both
+from ..storage.storage import in_order
 
 TokenFields = dict[str, Tensor]
 """`positions` int32, and `score`, `key_norm`, `value_norm` fp32 if the policy needs them: `[B, H, T]` each."""
-
-
-def in_order(ring: Tensor, start: int, count: int) -> Tensor:
-    """`count` tokens of a ring `[B, H, R, ...]` in token order, of which the first is in slot `start % R`."""
-    at = start % max(ring.shape[2], 1)
-    first = ring[:, :, at : at + count]
-    missing = count - first.shape[2]
-    return torch.cat([first, ring[:, :, :missing]], dim=2) if missing else first
 
 
 class Tail:

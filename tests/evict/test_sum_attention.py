@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,15 +11,20 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from qkvcache.kernels import attend, attend_observed, observe_on_codes, observes_slots, prefill_with_lse, sum_attention
+from qkvcache.evict.observe import observe_on_codes, observe_pages, observes_slots, sum_attention
+from qkvcache.evict.prefill import prefill_with_lse
+from qkvcache.evict.sum_attention import attend_observed
+from qkvcache.kernels import attend, give_handle
+from qkvcache.kernels.host.handles import ORDER
 from qkvcache.storage import Storage
 from tests.matrix import FORMATS, slowly
 from tests.matrix import FORMATS as REGISTRY
 from tests.tolerance import rounding
 
-from .attention_inputs import build
+from ..kernels.attention_inputs import assert_fake, build
+from ..kernels.test_pages import build as pages_of
 
-in_torch = importlib.import_module("qkvcache.kernels.sum_attention")
+in_torch = importlib.import_module("qkvcache.evict.sum_attention")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -117,11 +123,21 @@ def test_hidden_tokens_have_no_mass():
     torch.testing.assert_close(attention_sums.sum(-1), (2 * torch.stack([observed[0, ::2].sum(), observed[1].sum()]))[:, None].expand(2, 2))
 
 
+def fused(query, inputs, observed, mask=None, **options) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, the log of the normaliser and the sums, by kernels."""
+    from qkvcache.evict.triton_sum_keys import sum_keys
+    from qkvcache.kernels.attend.plan import plan_pages
+
+    plan = plan_pages(query, inputs, mask, **options)
+    out, lse, arguments = plan.run(query, inputs, options.get("sinks"))
+    return out, lse, sum_keys(plan, lse, arguments, observed)
+
+
 def check_fused(monkeypatch, query, attention_inputs, observed, mask=None, **options):
-    from .test_fused_attend import expect, guarded, plan, tolerance
+    from ..kernels.test_fused_attend import expect, guarded, tolerance
 
     with guarded(monkeypatch):
-        out, lse, attention_sums = plan.attend_pages(query, attention_inputs.paged, mask, observed=observed, **options)
+        out, lse, attention_sums = fused(query, attention_inputs.paged, observed, mask, **options)
     format = next(name for name, format in REGISTRY.items() if format.codecs() == attention_inputs.paged.pages.codecs)
     expect(format, query, attention_inputs, mask, out, lse, 3 * tolerance(format, query.dtype), **options)
     _, expected = attend_observed(query.float(), attention_inputs, mask, observed=observed, **options)
@@ -199,7 +215,7 @@ def test_fused_zones(format, zones, monkeypatch, triton):
 
 def test_fused_hides(monkeypatch, triton):
     """What a mask hides has no mass, not even from a row that sees nothing; a padding query that holds nan gives none."""
-    from .test_fused_attend import guarded, plan
+    from ..kernels.test_fused_attend import guarded
 
     query, attention_inputs, observed = make("int8", heads=1, tokens=90, cuts=())
     mask = torch.ones(2, 1, 3, 90, dtype=torch.bool, device=DEVICE)
@@ -208,25 +224,21 @@ def test_fused_hides(monkeypatch, triton):
     query[1, :, 2], observed[1, 2] = torch.nan, 0
     expected = attend_observed(query, attention_inputs, mask, observed=observed)[1]
     with guarded(monkeypatch):
-        attention_sums = plan.attend_pages(query, attention_inputs.paged, mask, observed=observed)[2]
+        attention_sums = fused(query, attention_inputs.paged, observed, mask)[2]
     torch.testing.assert_close(attention_sums, expected, rtol=5e-3, atol=1e-5)
     assert not attention_sums[0, :, 4:30].any()
 
 
 def test_magnitudes(monkeypatch, triton):
     """Values of very different lengths: their scales are part of what weights are relative to."""
-    from .test_fused_attend import plan
-
     lengths = torch.tensor([0.0, 1e-6, 1.0, 1e2, 1e6], device=DEVICE)[torch.arange(60, device=DEVICE) % 5]
     query, attention_inputs = data(1, 2, 1, 64), build(REGISTRY["int8"], data(1, 1, 60, 64), data(1, 1, 60, 64) * lengths[:, None], 0, 0)
     observed = torch.ones(1, 1, device=DEVICE)
     expected = attend_observed(query, attention_inputs, observed=observed)[1]
-    torch.testing.assert_close(plan.attend_pages(query, attention_inputs.paged, observed=observed)[2], expected, rtol=5e-3, atol=1e-6)
+    torch.testing.assert_close(fused(query, attention_inputs.paged, observed)[2], expected, rtol=5e-3, atol=1e-6)
 
 
 def test_sums_are_by_slot_where_the_device_counts(monkeypatch, triton):
-    from qkvcache.kernels.attend.reference import attend_pages
-
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
     x, query, observed = (data(2, 2, 11, 64), data(2, 2, 11, 64)), data(2, 4, 1, 64), torch.ones(2, 1, device=DEVICE)
     held = Storage(REGISTRY["int8"].codecs(), x, 0, 4, 60)
@@ -234,7 +246,52 @@ def test_sums_are_by_slot_where_the_device_counts(monkeypatch, triton):
     inputs = held.attention_inputs()
     assert observes_slots(query, inputs)
     sums = observe_on_codes(query, inputs, observed=observed)[1]
-    torch.testing.assert_close(sums, attend_pages(query, inputs.paged, observed=observed)[2], rtol=5e-3, atol=1e-5)
+    torch.testing.assert_close(sums, in_torch.observe_pages(query, inputs.paged, observed=observed)[1], rtol=5e-3, atol=1e-5)
+
+
+def test_sums_are_the_numbers_of_queries():
+    """Of each slot, and 0 where there is no token."""
+    inputs = pages_of(REGISTRY["int8"], [70, 0], ring=6, ring_tokens=[6, 3])
+    query, observed = torch.randn(2, 4, 3, 64), torch.tensor([[1.0, 0, 2], [0, 1, 1]])
+    sums = in_torch.observe_pages(query, inputs, causal=True, observed=observed)[1]
+    torch.testing.assert_close(sums.sum(-1), (2 * observed.sum(1))[:, None].expand(2, 2))
+    assert (sums[inputs.columns(inputs.gather(0)[1]).expand_as(sums) < 0] == 0).all()
+
+
+@pytest.mark.parametrize("case", ["rows", "heads", "longest"])
+def test_sums_of_pages(case, monkeypatch, triton):
+    """Where the longest row has fewer tokens than its last tile, the end of the tile is not where the ring's weights lie."""
+    from ..kernels.test_fused_attend import guarded, tolerance
+
+    if case == "longest":
+        inputs = pages_of(REGISTRY["int8"], [[70, 74], [66, 3]], ring=6, device=DEVICE)
+        inputs = replace(inputs, max_length=74)
+    else:
+        lengths = [[150, 40], [3, 70]] if case == "heads" else [150, 3]
+        inputs = pages_of(REGISTRY["int8"], lengths, begin=1, ring=19, ring_tokens=[19, 17], device=DEVICE)
+    for queries in (1, 5) if case != "longest" else (1,):
+        observed, query = torch.rand(2, queries, device=DEVICE), torch.randn(2, 4, queries, 64, device=DEVICE).half()
+        with guarded(monkeypatch):
+            sums = fused(query, inputs, observed, causal=queries > 1)[2]
+        limit, wanted = (
+            tolerance("int8", query.dtype),
+            in_torch.observe_pages(query.float(), inputs, causal=queries > 1, observed=observed)[1],
+        )
+        torch.testing.assert_close(sums, wanted, rtol=limit, atol=10 * limit)
+
+
+def test_the_operator(triton, monkeypatch):
+    """What a compiled graph calls does what the functions do."""
+    monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
+    inputs = pages_of(REGISTRY["turboquant_3bit_nc"], [36, 20], sinks=2, ring=4, device=DEVICE)
+    query, observed, sinks = torch.randn(2, 4, 1, 64, device=DEVICE).half(), torch.ones(2, 1, device=DEVICE), data(4)
+    give_handle(inputs)
+    shape = [inputs.ring[1].shape[1], sum(inputs.slots), inputs.ring[1].shape[3]]
+    arguments = query, inputs.handle, ORDER[query.device], shape, None, observed, sinks, 0.2, 10.0, False
+    wanted = observe_pages(query, inputs, observed=observed, sinks=sinks, scaling=0.2, softcap=10.0, causal=False)
+    for x, y in zip(torch.ops.qkvcache.observe(*arguments), wanted, strict=True):
+        assert torch.equal(x, y)
+    assert_fake(torch.ops.qkvcache.observe, arguments)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
@@ -317,7 +374,7 @@ def test_column_mass_in_torch_with_options(options):
 @pytest.fixture
 def columns(triton, monkeypatch):
     """The kernels, whose buffers hold nan at first."""
-    from qkvcache.kernels import triton_sum_attention
+    from qkvcache.evict import triton_sum_attention
 
     def poisoned(*shape, dtype, device):
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
@@ -373,10 +430,8 @@ def test_column_mass_of_slices(columns):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_column_mass_dispatch(dtype, monkeypatch, triton):
     """fp32 is left to torch."""
-    from qkvcache.kernels.host import dispatch
-
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
-    check_prefill(dispatch.sum_attention, 2e-3, *prefill(1, 2, 20, 30, dtype=dtype))
+    check_prefill(sum_attention, 2e-3, *prefill(1, 2, 20, 30, dtype=dtype))
 
 
 @pytest.mark.gpu

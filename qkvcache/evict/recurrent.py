@@ -1,9 +1,9 @@
-"""Layers with a recurrent state beside attention whose tokens a policy evicts."""
+"""Layers with a recurrent state beside attention that evict tokens."""
 
 from __future__ import annotations
 
-from ..evict.layer import EvictingLayer
-from .layer import HybridLayer
+from ..hybrid.layer import HybridLayer
+from .layer import EvictingLayer
 
 
 class EvictingHybridLayer(HybridLayer, EvictingLayer):  # type: ignore[misc,override]

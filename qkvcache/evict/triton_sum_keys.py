@@ -6,11 +6,14 @@ It reads the keys alone, a second time: so that the attention kernel need not ke
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from ..device.math import MASKED_BELOW, MASKED_SCORE, exp2
-from .triton_attend import (
+from ..kernels.attend.launches import Launch, architecture
+from ..kernels.attend.plan import OF_CALL, OF_INPUTS, OF_LAYER, Arguments, Plan
+from ..kernels.attend.triton_attend import (
     BEGIN,
     LOG2E,
     RING_ROW,
@@ -28,6 +31,13 @@ from .triton_attend import (
     query_planes,
     words_of_tile,
 )
+from ..kernels.device.math import MASKED_BELOW, MASKED_SCORE, exp2
+from ..kernels.host.launch import Launcher
+
+LAUNCH = Launch(64, 2, None, 12, rows=64)
+"""With the most query rows of a tile: more are added up in turn."""
+MOST_SPAN = 512
+"""The most tokens of a program."""
 
 
 @triton.jit
@@ -173,3 +183,32 @@ def sum_keys_kernel(
                     tl.debug_barrier()
                     w += tl.load(at, mask=place < zone, other=0.0)
                 tl.store(at, w, mask=place < zone)
+
+
+class KeySums:
+    """The launch after the attention of a `plan`."""
+
+    def __init__(self, plan: Plan) -> None:
+        launches, (region, *exact) = plan.launches, plan.zones
+        panels = launches.batch * launches.heads
+        rows = min(max(triton.next_power_of_2(launches.groups * launches.queries), launches.rows), LAUNCH.rows)
+        tiles = -(-region * panels // (architecture(launches.attend.device)[1] * LAUNCH.programs * LAUNCH.tile))
+        span = min(max(tiles, 1) * LAUNCH.tile, MOST_SPAN)
+        self.grid = sum(-(-n // span) for n in (region, *exact)), panels, 1
+        self.shape = launches.batch, launches.heads, sum(plan.zones)
+        name = f"sums {span}"
+        if name not in launches.others:
+            own = {"R": rows, "T": LAUNCH.tile, "span": span, "num_warps": 1 if rows <= 16 else 4, "num_stages": LAUNCH.stages}
+            given, held = ("query", "region_query", "lse", "observed", "sums"), (*OF_LAYER, *OF_INPUTS, *OF_CALL)
+            launches.others[name] = Launcher(sum_keys_kernel, launches.attend.device, given, held, **launches.fixed | own)
+        self.launch = launches.others[name]
+
+
+def sum_keys(plan: Plan, lse: Tensor, arguments: Arguments, observed: Tensor) -> Tensor:
+    """The accumulated attention of each slot, fp32 `[B, H, S + max_length + R]`, after `plan.run` has returned `lse` and `arguments`.
+    `observed`: how often each query counts, fp32 or bool `[B, Q]`; 0 for padding."""
+    sums, (queries, held) = plan.prepared.get("sums") or plan.prepared.setdefault("sums", KeySums(plan)), arguments
+    out = torch.empty(sums.shape, dtype=torch.float32, device=lse.device)
+    query, turned = queries if len(queries) > 1 else (*queries, plan.rotated(*queries))
+    sums.launch(sums.grid, query, turned, lse, observed.contiguous(), out, held=held)
+    return out

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attend.launches import architecture
-from .attend.triton_attend import LOG2E, capped
-from .device.math import MASKED_BELOW, MASKED_SCORE, exp2
+from ..kernels.attend.launches import architecture
+from ..kernels.attend.triton_attend import LOG2E, capped
+from ..kernels.device.math import MASKED_BELOW, MASKED_SCORE, exp2
 
 
 @triton.jit
