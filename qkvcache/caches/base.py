@@ -439,8 +439,8 @@ class CompressedCache(DynamicCache):
         memory = self.memory()
         tokens = max((layer.get_seq_length() for layer in self.layers if hasattr(layer, "get_seq_length")), default=0)
         compressed = sum(isinstance(layer, CompressedLayer) and not isinstance(layer.format, formats.Identity) for layer in self.layers)
-        options = {name: part for name, (_, part) in self._maker.parts.items()} | {"attention_budget": self.attention_budget}
-        options |= {"offload_pages": True} if self.offload_pages else {}
+        options = {name: part for name, (_, part) in self._maker.parts.items()}
+        options |= {"attention_budget": self.attention_budget, "offload_pages": self.offload_pages or None}
         shown = "".join(f", {name}={x}" for name, x in (options | self._layer_options).items() if x is not None)
         counts = {"compressed": compressed, **self._maker.counts(self.layers)}
         counts = {name: count for name, count in counts.items() if count} or {"compressed": 0}

@@ -183,7 +183,7 @@ def divergence(
     model: PreTrainedModel, passages: Passages, factory: CacheFactory, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> Divergence:
     """The divergence between reading through `factory()` and the dense run. The first token does not depend on the
-    cache and is not counted. `tokenizer`: see `CompressedCache.compress`, for policies that read the context
+    cache and is not counted. `tokenizer`: see `CompressedCache.compress`, for caches that read the context
     twice."""
     cache = passages.prefilled.fill(factory(), model, passages.context, tokenizer)
     log_probs = read_on(model, cache, passages.continuation, passages.first_logits)[:, 1:]

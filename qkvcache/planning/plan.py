@@ -191,7 +191,7 @@ def plan(
 
     Args:
         format, policy, num_sink_tokens, residual_length, skip_layers, attention_budget, offload_pages: as
-            CompressedCache takes them. Without format and policy, the plan is for a DynamicCache, or with `max_length`
+            CompressedCache takes them. Without the first two, the plan is for a DynamicCache, or with `max_length`
             for a StaticCache. `gpu_memory` must hold what is not in host memory.
         context: tokens of a request, prompt and answer together. None: the longest of `requests`.
         prompt: tokens of the context that are read at once; None: all. Phi-3 and its kin read a text anew when it passes
@@ -340,7 +340,7 @@ def plan_all(
     **options,
 ) -> list[Plan]:
     """The plans of a DynamicCache and of the formats called `names` that can hold the model's heads, in pages if there are
-    `requests`. `names=None`: every format of the registry but `identity`. `policy` and `options`: see `plan`.
+    `requests`. `names=None`: every format of the registry but `identity`. `options`: see `plan`.
 
     Raises what `plan` does.
     """

@@ -1,5 +1,5 @@
 """A cache as a file: the snapshots of its layers (`snapshot_file.py`), the options that it was made with, and the sizes of its
-model. Nothing is pickled: an option is a plain value, or a format or a policy of this library by name."""
+model. Nothing is pickled: an option is a plain value, or an object of this library by name."""
 
 from __future__ import annotations
 

@@ -326,7 +326,7 @@ def test_operators():
     """What a compiled graph calls does what the functions do."""
     inputs = build(REGISTRY["turboquant_3bit_nc"], [36, 20], sinks=2, ring=4, device=DEVICE)
     options = torch.tensor([1.0, -1.0, 0.0, 2.0]), 0.2, 10.0, False
-    inputs = replace(inputs, splits=split(inputs.pages.lengths))
+    inputs = divided(inputs, splits=split(inputs.pages.lengths))
     query = torch.randn(2, 4, 1, 64, device=DEVICE).half()
     sinks, scaling, softcap, causal = (x.to(DEVICE) if isinstance(x, Tensor) else x for x in options)
     give_handle(inputs)
