@@ -22,9 +22,9 @@ from torch import Tensor
 from ..attention.masks import HARMLESS
 from ..kernels import PagedInputs, Pair, attend_pages, plan_pages
 from ..kernels.attend.chunked import attend_chunked_pages, supports_queries
+from ..storage.ring import in_order
 from .gather import gather_rows
 from .reproducible import attend_by_page
-from .rings import Rings
 from .step import PromptChunks, Rows
 from .store import PageStore
 from .varlen import varlen_attention
@@ -155,7 +155,7 @@ def attend_chunks(store: PageStore, layer: int, chunks: PromptChunks, query: Ten
     if not chunks.fits and plain and supports_queries(query, new[1].shape[3]):
         _, first, row, begin, start, count, quantized, _ = chunks.columns[0].tolist()
         sinks = tuple(x[first : first + 1, :, :begin] for x in inputs.sinks)
-        recent = tuple(torch.cat([Rings.unroll(ring, row, start, count), x], dim=2) for ring, x in zip(inputs.ring, new, strict=True))
+        recent = tuple(torch.cat([in_order(ring[row : row + 1], start, count), x], dim=2) for ring, x in zip(inputs.ring, new, strict=True))
         scaling = options["scaling"]
         out, _ = attend_chunked_pages(query, inputs.pages, begin, quantized, sinks, recent, scaling=scaling)  # type: ignore[arg-type]
         return out.transpose(1, 2)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import numpy
 import torch
-from torch import Tensor
 
 from ..kernels import Pair
 
@@ -85,12 +84,6 @@ class Rings:
         copies, self.copies = self.copies, []
         for source, row in copies:
             self.tensor[:, :, row] = self.tensor[:, :, source]
-
-    @staticmethod
-    def unroll(ring: Tensor, row: int, start: int, count: int) -> Tensor:
-        """The tokens of a row of `ring` `[F, H, R, D]` from slot `start` on, in token order: `[1, H, T, D]`."""
-        tail = ring[row : row + 1, :, start : start + count]
-        return torch.cat([tail, ring[row : row + 1, :, : count - tail.shape[2]]], dim=2)
 
     def _take(self, request: str) -> int:
         """Returns an empty row for `request`: a free one, else the row of the least recently used request."""

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import Pair, both
-from ..storage.storage import in_order
+from ..storage.ring import in_order, put
 
 TokenFields = dict[str, Tensor]
 """`positions` int32, and `score`, `key_norm`, `value_norm` fp32 if the policy needs them: `[B, H, T]` each."""
@@ -45,11 +45,7 @@ class Tail:
 
     def write(self, x: Tensor, begin: int, new: Tensor) -> None:
         """Writes `new`, `[B, H, N, ...]`, to the tokens from `begin` on in a side or field `x`."""
-        at, count = (self.start + begin) % x.shape[2], new.shape[2]
-        first = min(count, x.shape[2] - at)
-        x[:, :, at : at + first] = new[:, :, :first]
-        if first < count:
-            x[:, :, : count - first] = new[:, :, first:]
+        put(x, self.start + begin, new)
 
     def extend(self, new: Pair) -> None:
         """Adds the tokens of a step, `[B, H, N, D]`, whose fields are 0 until they are written. The tensors of a single step are not

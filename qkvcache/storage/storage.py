@@ -45,14 +45,7 @@ from ..kernels.paged_inputs import COLUMNS, CONTROL, DROPPED, LENGTH, RING_ROW, 
 from ..kernels.segments import block_of
 from .paged import GROUP, PAGE, SIDES, RowPages
 from .pool import selected
-
-
-def in_order(ring: Tensor, start: int, count: int) -> Tensor:
-    """`count` tokens of a ring `[B, H, R, ...]` in token order, of which the first is in slot `start % R`."""
-    at = start % max(ring.shape[2], 1)
-    first = ring[:, :, at : at + count]
-    missing = count - first.shape[2]
-    return torch.cat([first, ring[:, :, :missing]], dim=2) if missing else first
+from .ring import in_order, put
 
 
 def check_room(seq_length: int, tokens: int, max_length: int) -> None:
@@ -412,12 +405,10 @@ class Storage(LayerStorage):
                 self.bind()
         self.tokens.count(leaving)
         begin, opening = max(stored, sinks + leaving), min(stored, sinks)  # the first tokens that are not in the ring, in the sinks yet
-        slot = (self.tokens.length + begin - sinks - leaving) % self.slots
+        slot = self.tokens.length + begin - sinks - leaving
         for side, first, ring in zip(exact, self.sinks, self.residual, strict=True):
             first[:, :, opening:sinks] = side[:, :, opening:sinks]
-            end = min(begin + ring.shape[2] - slot, side.shape[2])
-            ring[:, :, slot : slot + end - begin] = side[:, :, begin:end]
-            ring[:, :, : side.shape[2] - end] = side[:, :, end:]
+            put(ring, slot, side[:, :, begin:])
         self.set_lengths(self.seq_length + tokens, self.tokens.length)
 
     def _exact_with(self, x: Pair) -> Pair:
@@ -488,10 +479,9 @@ class Storage(LayerStorage):
         sinks, tokens = (tensors[f"key.{zone}"].shape[2] for zone in ("sinks", "residual"))
         self._grow(2**62 if self.tokens.length else sinks + tokens)
         self.set_lengths(sinks + self.tokens.length + tokens, self.tokens.length)
-        slots = torch.arange(self.tokens.length, self.tokens.length + tokens, device=self.rows.device) % self.slots
         for side, first, ring in zip(SIDES, self.sinks, self.residual, strict=True):
             first[:, :, :sinks] = tensors[f"{side}.sinks"]
-            ring[:, :, slots] = tensors[f"{side}.residual"]
+            put(ring, self.tokens.length, tensors[f"{side}.residual"])
         if self.bound is not self.tokens.pages or self.inputs.sinks is not self.sinks or self.inputs.ring is not self.residual:
             self.bind()
 
