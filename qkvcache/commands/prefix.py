@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -60,10 +60,13 @@ def ls(
     bad = sum(bool(row["problem"]) for row in rows)
     title = f"{len(rows)} files, {bad} damaged or no entries, {sum(row['bytes'] for row in rows):,} bytes in {directory}"
     grid = Table(title=title, box=None)
-    for header in ("file", "model", "tokens", "bytes", "last used", "stored from"):
-        grid.add_column(header, justify="right" if header in ("tokens", "bytes") else "left", overflow="fold")
+    right = {"justify": "right", "no_wrap": True}
+    shown: dict[str, dict[str, Any]] = {"file": {}, "model": {}, "tokens": right, "bytes": right}
+    shown |= {"last used": {"no_wrap": True}, "stored from": {"min_width": 18}}
+    for header, options in shown.items():
+        grid.add_column(header, overflow="fold", **options)
     for row in rows:
-        used = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["used"]))
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["used"]))
         says = row["problem"] or row["cache"]
         grid.add_row(row["file"], row["model"], f"{row['tokens']:,}", f"{row['bytes']:,}", used, says)
     output(rows, json_output, grid)
