@@ -58,6 +58,7 @@ families: $(VENV)/installed
 # Rooms can be deleted: each in a copy, in which everything that is left is linted and collected.
 test-rooms: $(VENV)/installed
 	$(BIN)/python eval/rooms.py --delete
+	$(BIN)/pytest -m slow tests/test_rooms.py
 
 # The short suite of the core without two rooms, which the date draws.
 test-core: $(VENV)/installed

@@ -76,6 +76,7 @@ for room in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow  # `make test-rooms` runs it
 def test_the_package_works_without_each_room(tmp_path):
     """A cache without options stores tokens. `make test-rooms` also imports all that is left."""
     for room in rooms.ROOMS:

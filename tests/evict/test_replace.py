@@ -53,7 +53,8 @@ def test_the_lowest_are_replaced(stored, count, others, padding):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize(("padding", "first_recent"), [(False, RECENT[0]), (True, RECENT[1])], ids=["even", "rows"])
+@pytest.mark.parametrize("first_recent", RECENT, ids=["even", "rows"])
+@pytest.mark.parametrize("padding", [False, True])
 def test_the_kernel_replaces_the_same(monkeypatch, padding, first_recent):
     triton = pytest.importorskip("triton")
     if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
