@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qkvcache.kernels import pages as reference
+from qkvcache.kernels.store import reference
 from tests.kernels.test_fused_attend import KINDS
 from tests.kernels.test_pages import DEVICE, FORMATS, KERNELS, QUICK, gathered
 from tests.matrix import slowly

@@ -235,5 +235,5 @@ def test_a_layer_of_a_step_makes_few_calls(monkeypatch, policy):
         assert all(0 < len(step) <= MOST_CALLS["decode"] for step in calls()), calls()
         return
     often, seldom = EVICTING[policy], replace(EVICTING[policy], interval=16)
-    assert all(0 < len(step) <= MOST_CALLS["evict"] for step in calls(policy=often)), calls(policy=often)
+    assert all(0 < len(step) <= MOST_CALLS["evict"] for step in calls(policy=often)), [len(x) for x in calls(policy=often)]
     assert len(calls(policy=seldom)[-1]) <= MOST_CALLS["decode"] + 12, calls(policy=seldom)[-1]

@@ -158,7 +158,7 @@ def attend_on_codes(query: Tensor, attention_inputs: AttentionInputs, mask: Tens
     if inputs is not None and not (attention_inputs.by_head and mask is not None):  # which is by column
         kernel = fuses("attend.launches", inputs, query)
         by_pages = kernel or attention_inputs.by_head
-        if by_pages or inputs.selects(query):
+        if by_pages or chooses(inputs, query):
             keys = None if by_pages else [x for x in attention_inputs.key.segments if isinstance(x, Packed)]
             return _attend_pages(kernel, query, inputs, mask, keys, **options)[0]
     return attend(query, attention_inputs, mask, **options)
