@@ -161,7 +161,9 @@ class Launcher:
     def _named(self, tensors: Sequence[Tensor], held: Sequence[Held]) -> dict[str, Any]:
         named: dict[str, Any] = {}
         for group in reversed(held):
-            named |= {name: x for name, x in group.values.items() if name in self.taken}
+            for name, x in group.values.items():
+                if name in self.taken:
+                    named[name] = x
         return named | dict(zip(self.given, tensors, strict=True))
 
     def _compile(self, grid: tuple[int, int, int], named: dict[str, Any]) -> None:
