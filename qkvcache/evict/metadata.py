@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import Pair, both
+from ..storage.ring import put
 from .head_pages import HeadPages
 from .policies import Arrivals, Budget, Policy, Rotation, Tokens, given
 from .replace import ranked, total_order
@@ -149,7 +150,7 @@ class TokenMetadata:
         positions = torch.arange(newest - count, newest, dtype=torch.int32, device=device)
         positions = positions[None] if self.padding is None else positions - self.padding[:, None].int()
         if not self.scores:
-            tail.write(tail.fields["positions"], begin, positions[:, None])
+            put(tail.fields["positions"], tail.start + begin, positions[:, None])
             return
         positions = positions.expand(len(tail.sides[0]), -1)
         (keys, values), _ = tail.part(begin, count)
