@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .caches import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache
     from .caches.attach import attach, detach
     from .caches.warmup import warmup
+    from .evaluation.bits_by_layer import bits_by_layer
     from .evaluation.calibrate import calibrate
     from .evaluation.profile_heads import profile_heads
     from .evict import policies
@@ -29,6 +30,7 @@ __all__ = [
     "SlidingWindowCache",
     "TurboQuantCache",
     "attach",
+    "bits_by_layer",
     "calibrate",
     "continuous_batching",
     "detach",
@@ -48,6 +50,7 @@ _HOMES = {
     "H2OCache": "evict.caches",
     "PrefixStore": "prefix",
     "attach": "caches.attach",
+    "bits_by_layer": "evaluation.bits_by_layer",
     "calibrate": "evaluation.calibrate",
     "continuous_batching": "batching",
     "detach": "caches.attach",
