@@ -156,7 +156,7 @@ def tables(rows: list[dict]) -> Iterator[Table]:
         lines = [
             [f"{bits:g}", name, *(cells.get((bits, name, *at), "") for at in columns)] for bits, name in sorted({at[:2] for at in cells})
         ]
-        yield Table(["bits", study, *(f"{model}, {text}" for model, text in columns)], lines)
+        yield Table(["bits", study, *(f"{model}, {text.split('.')[0]}" for model, text in columns)], lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
