@@ -5,9 +5,9 @@ import torch
 
 from qkvcache.evict import observer
 from qkvcache.evict.layer import EvictingLayer
+from qkvcache.evict.observe import sum_attention
 from qkvcache.evict.rope import Rope
 from qkvcache.formats import resolve
-from qkvcache.evict.observe import sum_attention
 from qkvcache.policies import H2O, AdaKV, ExpectedAttention, KeyDiff, SnapKV
 from tests.seeds import SEED
 

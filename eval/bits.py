@@ -1,0 +1,180 @@
+"""What the bits of keys and values cost, whether the first prompt tells which layers need more of them, and what a mean of keys that turns
+with the position gains. Keys and values of a prompt are stored and dequantized as a cache does it, with its exact zones and with int8 for
+outlying keys; the model reads on through them, and the KL divergence from the exact run is a row's number.
+
+bits     one choice for all layers, `keys/values`, with a residual of 64 and of 256 tokens
+layers   bits by layer at the same bytes (`calibrate.choose`). The cost of bits comes from the prompt alone (`prompt`, as `bits_by_layer`
+         does it; `error` and `relative`: the error of attention's output itself, and over the output's mean square); from the prompt of
+         another part of the text (`other`); from what each layer and side costs when it alone is quantized, measured on the text that
+         is then read (`measured`: no rule knows this; --measured); or from nothing (`random`)
+means    the mean of keys as today, or the mean of unrotated keys turned to each position, for keys alone and for whole caches
+
+python eval/bits.py [bits layers means] --model smollm2 --text FILE [--measured]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+from error_bars import number
+from harness import Table, at_least, described, load, name_of, parser_of, present, read_rows, refused, replace_rows, shows
+from recording import record
+from torch import Tensor
+
+from qkvcache import CompressedCache
+from qkvcache.evaluation.bits_by_layer import output_errors
+from qkvcache.evaluation.calibrate import Choice, _read, choose, windows_of
+from qkvcache.evaluation.quality import compare
+from qkvcache.evict.rope import Rope
+from qkvcache.formats import HadaQuant
+from qkvcache.formats.hadaquant import BITS
+from qkvcache.formats.outlying import FAR, outlying
+from qkvcache.kernels import Pair
+
+UNIFORM = ((2, 2), (2, 4), (3, 2), (4, 2), (3, 3), (4, 3), (4, 4))
+BUDGETS = (2.25, 2.5, 3.0, 3.5)
+SINKS, RECENT = 4, 64
+TRIES = 3
+"""Random choices, of which the mean is a row."""
+
+
+class Prompt:
+    """A text of which the model has read the first tokens exactly, and what reading on costs."""
+
+    def __init__(self, model, ids: Tensor, context: int):
+        self.model, self.rest = model, ids[:, context:]
+        self.past, _ = record(model, ids[:, :context])
+        self.pairs: list[Pair] = [(layer.keys, layer.values) for layer in self.past.layers]
+        self.dense = _read(model, self.past, self.rest, {})
+        self.stored = {b: self.quantized(HadaQuant(b, b), self.pairs) for b in BITS}
+        self.shapes = tuple((key.shape[1], key.shape[3], value.shape[3]) for key, value in self.pairs)
+
+    def quantized(self, format: HadaQuant, pairs: list[Pair], residual_length: int = RECENT) -> list[Pair]:
+        """What a cache in `format` holds of these keys and values."""
+        cache = CompressedCache(self.model.config, format=format, num_sink_tokens=SINKS, residual_length=residual_length)
+        for index, pair in enumerate(pairs):
+            cache.update(*pair, index)
+        return [layer.dense() for layer in cache.layers]
+
+    def kl(self, pairs: list[Pair]) -> dict:
+        """The row of reading on through these keys and values."""
+        kls, same = compare(_read(self.model, self.past, self.rest, dict(enumerate(pairs))), self.dense)
+        return {"kls": kls.double().mean(1).tolist(), "kl": kls.double().mean().item(), "same_top": same.double().mean().item()}
+
+    def mixed(self, bits: Choice, stored: dict | None = None) -> list[Pair]:
+        stored = stored or self.stored
+        return [(stored[key][i][0], stored[value][i][1]) for i, (key, value) in enumerate(bits)]
+
+    def errors(self, power: float = 0.5) -> list[list[list[float]]]:
+        """The costs of bits by layer and side that the prompt shows, as `calibrate.choose` takes them."""
+        found = []
+        for call, exact, *held in zip(self.past.calls, self.pairs, *(self.stored[b] for b in BITS), strict=True):
+            errors, energy = output_errors(call.query, call.scaling, exact, held, RECENT)
+            found.append([[error / energy**power for error in side] for side in errors])
+        return found
+
+    def measured(self) -> list[list[list[float]]]:
+        """The costs when one side of one layer alone is quantized."""
+        found = []
+        for i, (key, value) in enumerate(self.pairs):
+            sides = [[(self.stored[b][i][0], value) for b in BITS], [(key, self.stored[b][i][1]) for b in BITS]]
+            found.append([[self.kl([*self.pairs[:i], pair, *self.pairs[i + 1 :]])["kl"] for pair in side] for side in sides])
+        return found
+
+
+def turned(rope: Rope, keys: Tensor) -> Tensor:
+    """The mean of the unrotated keys `[B, H, T, D]`, turned to the position of each."""
+    positions = torch.arange(keys.shape[2]).expand(len(keys), -1)
+    mean = rope.rotate(keys, -positions).mean(2, keepdim=True)
+    return rope.rotate(mean.expand_as(keys).contiguous(), positions)
+
+
+def around(prompt: Prompt, bits: tuple[int, int]) -> Iterator[tuple[str, list[Pair]]]:
+    """Keys of `bits` around either mean with exact values, and whole caches. Layers with outlying keys stay in int8 unless the mean that
+    turns leaves none."""
+    rope, today = Rope.of(prompt.model.config), prompt.mixed((bits,) * len(prompt.pairs))
+    means = [turned(rope, key) for key, _ in prompt.pairs]
+    rests = [(key - mean, value) for (key, value), mean in zip(prompt.pairs, means, strict=True)]
+    stored = prompt.quantized(HadaQuant(*bits), rests)
+    turning = [(key + mean, value) for (key, _), mean, (_, value) in zip(stored, means, today, strict=True)]
+    for name, pairs in (("today", today), ("turning", turning)):
+        yield f"{name}, keys", [(key, value) for (key, _), (_, value) in zip(pairs, prompt.pairs, strict=True)]
+        yield name, pairs
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict]:
+    model, _, ids = load(args)
+    windows = windows_of(ids, 2 * args.windows, args.context + args.read_on)
+    about = described(args) | {name: getattr(args, name) for name in ("context", "windows", "read_on")}
+    with torch.no_grad():
+        prompt = Prompt(model, windows[::2], args.context)
+        layers = len(prompt.pairs)
+        far = [i for i, (key, _) in enumerate(prompt.pairs) if outlying(key) > FAR]
+
+        def row(study: str, name: str, bits: float, pairs: list[Pair], **more) -> dict:
+            return about | {"study": study, "name": name, "bits": bits, "int8_keys": far} | more | prompt.kl(pairs)
+
+        if "bits" in args.studies:
+            for residual in (RECENT, 256):
+                stored = {b: prompt.quantized(HadaQuant(b, b), prompt.pairs, residual) for b in BITS}
+                for key, value in UNIFORM:
+                    pairs = prompt.mixed(((key, value),) * layers, stored)
+                    yield row("bits", f"{key}/{value}, residual {residual}", (key + value) / 2, pairs)
+        if "means" in args.studies:
+            for bits in ((4, 4), (3, 3), (2, 2), (4, 2)):
+                for name, pairs in around(prompt, bits):
+                    yield row("means", f"{bits[0]}/{bits[1]}: {name}", sum(bits) / 2, pairs)
+        if "layers" in args.studies:
+            other = Prompt(model, windows[1::2], args.context)
+            costs = {"prompt": prompt.errors(), "other": other.errors(), "error": prompt.errors(0), "relative": prompt.errors(1)}
+            costs |= {"measured": prompt.measured(), "measured, other": other.measured()} if args.measured else {}
+            for budget, (name, cost) in product(BUDGETS, costs.items()):
+                chosen = choose(cost, prompt.shapes, budget)
+                yield row("layers", name, budget, prompt.mixed(chosen), chosen=chosen)
+            for budget in BUDGETS:
+                tries = [row("layers", "random", budget, prompt.mixed(at_random(seed, layers, budget))) for seed in range(TRIES)]
+                yield tries[0] | {name: sum(one[name] for one in tries) / TRIES for name in ("kl", "same_top")}
+
+
+def at_random(seed: int, layers: int, bits: float) -> Choice:
+    """As many steps of a bit above 2/2 as the budget has, anywhere."""
+    found, source = [2] * (2 * layers), random.Random(seed)
+    for _ in range(round((bits - 2) * 2 * layers)):
+        found[source.choice([i for i, b in enumerate(found) if b < 4])] += 1
+    return tuple(zip(found[::2], found[1::2], strict=True))
+
+
+def tables(rows: list[dict]) -> Iterator[Table]:
+    for study in dict.fromkeys(row["study"] for row in rows):
+        chosen = [row for row in rows if row["study"] == study]
+        columns = list(dict.fromkeys((row["model"], row["text"]) for row in chosen))
+        cells = {(row["bits"], row["name"], row["model"], row["text"]): number(row["kl"]) for row in chosen}
+        lines = [
+            [f"{bits:g}", name, *(cells.get((bits, name, *at), "") for at in columns)] for bits, name in sorted({at[:2] for at in cells})
+        ]
+        yield Table(["bits", study, *(f"{model}, {text.split('.')[0]}" for model, text in columns)], lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__, "bits", model="smollm2")
+    parser.add_argument("studies", nargs="*", default=["bits", "layers", "means"], metavar="bits | layers | means")
+    parser.add_argument("--context", type=at_least(512), default=1024, help="tokens of a prompt")
+    parser.add_argument("--windows", type=at_least(1), default=2, help="prompts that are measured; as many are other prompts")
+    parser.add_argument("--read-on", type=at_least(1), default=64, help="tokens after it")
+    parser.add_argument("--measured", action="store_true", help="measures every layer and side alone, too")
+    args = parser.parse_args(arguments)
+    if not shows(args):
+        if wrong := refused(args):
+            parser.error(wrong)
+        for row in measure(args):
+            print(row["study"], row["bits"], row["name"], f"{row['kl']:.4f}", flush=True)
+            replace_rows(args.out, "bits", [row], "model", "text", "context", "study", "name", "bits")
+    present(args, tables([row for row in read_rows(args.out, "bits") if shows(args) or row["model"] == name_of(args.model)]))
+
+
+if __name__ == "__main__":
+    main()
