@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..formats import REGISTRY, FormatByLayer
+from ..formats.outlying import Int8Keys
 from ..layers.snapshot import Snapshot, check, restore, snapshot
 from ..layers.snapshot_file import Damaged, Parts, read_header, reading, write
 from ..rooms import registered
@@ -104,7 +105,7 @@ def _check_model(saved: dict[str, Any], config: PreTrainedConfig) -> None:
 @functools.cache
 def _classes() -> dict[str, type]:
     """The classes of values that a file holds by name."""
-    return {kind.__name__: kind for kind in (*map(type, REGISTRY.values()), FormatByLayer, *registered("SAVED"))}
+    return {kind.__name__: kind for kind in (*map(type, REGISTRY.values()), FormatByLayer, Int8Keys, *registered("SAVED"))}
 
 
 def _plain(name: str, x: Any) -> Any:
