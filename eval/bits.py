@@ -22,10 +22,11 @@ from itertools import product
 import torch
 from error_bars import number
 from harness import Table, at_least, described, load, name_of, parser_of, present, read_rows, refused, replace_rows, shows
-from recording import record
 from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
 from qkvcache import CompressedCache
+from qkvcache.attention.masks import kernel_options
 from qkvcache.evaluation.bits_by_layer import output_errors
 from qkvcache.evaluation.calibrate import Choice, _read, choose, windows_of
 from qkvcache.evaluation.quality import compare
@@ -34,6 +35,8 @@ from qkvcache.formats import HadaQuant
 from qkvcache.formats.hadaquant import BITS
 from qkvcache.formats.outlying import FAR, outlying
 from qkvcache.kernels import Pair
+from qkvcache.layers.compressed import CompressedLayer
+from qkvcache.releases import passing
 
 UNIFORM = ((2, 2), (2, 4), (3, 2), (4, 2), (3, 3), (4, 3), (4, 4))
 BUDGETS = (2.25, 2.5, 3.0, 3.5)
@@ -42,12 +45,31 @@ TRIES = 3
 """Random choices, of which the mean is a row."""
 
 
+class RecordingLayer(CompressedLayer):
+    """A layer that keeps the prompt and its attention as they came, and stores nothing."""
+
+    def store_pending(self, attention, is_valid=None) -> None:
+        self.given, self.pending = self.pending, None
+        self.call = attention.query, kernel_options(attention.implementation, attention.query, attention.keywords)["scaling"]
+
+
+def record(model: PreTrainedModel, ids: Tensor) -> tuple[DynamicCache, list[tuple[Tensor, float]]]:
+    """The dense cache of `ids` `[B, T]`, and the queries `[B, Hq, T, D]` of each layer with the factor on `q k`."""
+    cache, past = CompressedCache(model.config, format="identity"), DynamicCache(config=model.config)
+    for layer in cache.layers:
+        layer.__class__ = RecordingLayer
+    model(ids, **passing(cache), logits_to_keep=1)
+    for index, layer in enumerate(cache.layers):
+        past.update(*layer.given, index)
+    return past, [layer.call for layer in cache.layers]
+
+
 class Prompt:
     """A text of which the model has read the first tokens exactly, and what reading on costs."""
 
     def __init__(self, model, ids: Tensor, context: int):
         self.model, self.rest = model, ids[:, context:]
-        self.past, _ = record(model, ids[:, :context])
+        self.past, self.calls = record(model, ids[:, :context])
         self.pairs: list[Pair] = [(layer.keys, layer.values) for layer in self.past.layers]
         self.dense = _read(model, self.past, self.rest, {})
         self.stored = {b: self.quantized(HadaQuant(b, b), self.pairs) for b in BITS}
@@ -72,8 +94,8 @@ class Prompt:
     def errors(self, power: float = 0.5) -> list[list[list[float]]]:
         """The costs of bits by layer and side that the prompt shows, as `calibrate.choose` takes them."""
         found = []
-        for call, exact, *held in zip(self.past.calls, self.pairs, *(self.stored[b] for b in BITS), strict=True):
-            errors, energy = output_errors(call.query, call.scaling, exact, held, RECENT)
+        for (query, scaling), exact, *held in zip(self.calls, self.pairs, *(self.stored[b] for b in BITS), strict=True):
+            errors, energy = output_errors(query, scaling, exact, held, RECENT)
             found.append([[error / energy**power for error in side] for side in errors])
         return found
 

@@ -80,7 +80,7 @@ def test_the_choice_is_closer_than_one_format_in_the_same_bytes():
     assert kl(format) < 0.85 * kl(HadaQuant(3, 3)) and kl(format) < 0.85 * kl(HadaQuant(4, 2))
 
 
-def test_outlying_keys_take_int8(monkeypatch):
+def test_outlying_keys_take_int8(monkeypatch, tmp_path):
     monkeypatch.setattr("qkvcache.evaluation.bits_by_layer.FAR", 0.0)
     network = model("llama")
     format = bits_by_layer(network, IDS[None, :200], bits=2)
@@ -89,7 +89,9 @@ def test_outlying_keys_take_int8(monkeypatch):
     with torch.no_grad():
         for part in IDS[None, :202].split([200, 2], dim=1):
             network(part, **passing(cache))
-    assert cache.layers[0].dense()[0].shape[2] == 202
+    cache.save(tmp_path / "cache")
+    again = CompressedCache.load(tmp_path / "cache", network.config)
+    assert again.format == format and torch.equal(again.layers[0].dense()[0], cache.layers[0].dense()[0])
 
 
 def test_what_it_cannot_read_is_refused():
