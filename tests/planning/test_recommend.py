@@ -10,6 +10,7 @@ import transformers as hf
 
 import qkvcache
 from qkvcache import CompressedCache, plan, recommend
+from qkvcache.evict.choices import repeated, stream
 from qkvcache.formats import REGISTRY
 from qkvcache.planning.plan import Plan
 from tests.matrix import MODELS
@@ -17,7 +18,7 @@ from tests.planning.llama import LLAMA_70B
 
 module = import_module("qkvcache.planning.recommend")  # behind the function of the same name
 CHOICES = {choice.call: choice for workload in module.WORKLOADS for n in (1000, 50_000) for choice in module.ladder(workload, n)}
-(STREAM,), (KVZIP,) = module.of_rooms("stream", 1000), module.of_rooms("facts", 1000)
+STREAM, KVZIP = (module.Choice(**make(1000, module.MEASURED)) for make in (stream, repeated))
 CHOICES[STREAM.call] = STREAM
 SMALL = MODELS["llama"]()
 LLAMA = copy.deepcopy(LLAMA_70B)
