@@ -55,7 +55,7 @@ class RecordingLayer(CompressedLayer):
 
 def record(model: PreTrainedModel, ids: Tensor) -> tuple[DynamicCache, list[tuple[Tensor, float]]]:
     """The dense cache of `ids` `[B, T]`, and the queries `[B, Hq, T, D]` of each layer with the factor on `q k`."""
-    cache, past = CompressedCache(model.config, format="identity"), DynamicCache(config=model.config)
+    cache, past = CompressedCache(model.config, format=HadaQuant(2, 2)), DynamicCache(config=model.config)
     for layer in cache.layers:
         layer.__class__ = RecordingLayer
     model(ids, **passing(cache), logits_to_keep=1)
