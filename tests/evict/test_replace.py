@@ -52,15 +52,30 @@ def test_the_lowest_are_replaced(stored, count, others, padding):
                 assert torch.equal(x[row, head], union[name][row, head, held])
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("first_recent", RECENT, ids=["even", "rows"])
-@pytest.mark.parametrize("padding", [False, True])
-def test_the_kernel_replaces_the_same(monkeypatch, padding, first_recent):
+def kernel():
     triton = pytest.importorskip("triton")
     if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
         pytest.skip("needs a GPU, or Triton's interpreter")
     from qkvcache.evict import triton_replace
 
+    return triton_replace
+
+
+@pytest.mark.parametrize("by", [lambda: reference, kernel], ids=["reference", "kernel"])
+def test_both_zeros_are_equal(by):
+    """Among tokens of equal priority the earliest go first."""
+    priority = torch.tensor([0.0, 0.0, 0.0, -0.0, -0.0, -0.0, 1.0, 1.0], device=DEVICE)[None, None]
+    union = {"positions": torch.arange(2, 10, dtype=torch.int32, device=DEVICE)[None, None]}
+    region = {"positions": union["positions"][..., :6].clone()}
+    assert by().replace_lowest(priority, union, region, 2, 20).tolist() == [[[0, 1]]]
+    assert region["positions"].tolist() == [[[8, 9, 4, 5, 6, 7]]]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("first_recent", RECENT, ids=["even", "rows"])
+@pytest.mark.parametrize("padding", [False, True])
+def test_the_kernel_replaces_the_same(monkeypatch, padding, first_recent):
+    triton_replace = kernel()
     monkeypatch.setattr(triton_replace, "LARGEST", 16)  # so that a program looks at several blocks
     triton_replace._launcher.cache_clear()
     for stored, count, others in SIZES:
