@@ -3,20 +3,20 @@ with the position gains. Keys and values of a prompt are stored and dequantized 
 outlying keys; the model reads on through them, and the KL divergence from the exact run is a row's number.
 
 bits     one choice for all layers, `keys/values`, with a residual of 64 and of 256 tokens
-layers   bits by layer at the same bytes (`calibrate.choose`). The cost of bits comes from the prompt alone (`prompt`, as `bits_by_layer`
-         does it; `error` and `relative`: the error of attention's output itself, and over the output's mean square); from the prompt of
-         another part of the text (`other`); from what each layer and side costs when it alone is quantized, measured on the text that
-         is then read (`measured`: no rule knows this; --measured); or from nothing (`random`)
+layers   bits by layer at the same bytes (`calibrate.choose`). The cost of bits comes from the prompt alone (`prompt`: the mean square
+         error of attention's output under the prompt's own queries, over the output's root mean square; `error` and `relative`: the
+         error itself, and over the mean square); from the prompt of
+         another part of the text (`other`); or from nothing (`random`)
 means    the mean of keys as today, or the mean of unrotated keys turned to each position, for keys alone and for whole caches
 
-python eval/bits.py [bits layers means] --model smollm2 --text FILE [--measured]
+python eval/bits.py [bits layers means] --model smollm2 --text FILE
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import torch
@@ -27,7 +27,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from qkvcache import CompressedCache
 from qkvcache.attention.masks import kernel_options
-from qkvcache.evaluation.bits_by_layer import output_errors
 from qkvcache.evaluation.calibrate import Choice, _read, choose, windows_of
 from qkvcache.evaluation.quality import compare
 from qkvcache.evict.rope import Rope
@@ -43,6 +42,10 @@ BUDGETS = (2.25, 2.5, 3.0, 3.5)
 SINKS, RECENT = 4, 64
 TRIES = 3
 """Random choices, of which the mean is a row."""
+
+
+QUERIES = 64
+"""Queries under which errors are measured, evenly spaced over the second half of the prompt."""
 
 
 class RecordingLayer(CompressedLayer):
@@ -99,13 +102,38 @@ class Prompt:
             found.append([[error / energy**power for error in side] for side in errors])
         return found
 
-    def measured(self) -> list[list[list[float]]]:
-        """The costs when one side of one layer alone is quantized."""
-        found = []
-        for i, (key, value) in enumerate(self.pairs):
-            sides = [[(self.stored[b][i][0], value) for b in BITS], [(key, self.stored[b][i][1]) for b in BITS]]
-            found.append([[self.kl([*self.pairs[:i], pair, *self.pairs[i + 1 :]])["kl"] for pair in side] for side in sides])
-        return found
+
+def output_errors(
+    query: Tensor, scaling: float, exact: Pair, held: Sequence[Pair], recent: int, is_valid: Tensor | None = None
+) -> tuple[list[list[float]], float]:
+    """The mean square error of the output of causal attention with the keys, and with the values, of each of `held`, and the mean
+    square of the output. The last `recent` tokens are exact for each query.
+
+    Args:
+        query: those of the tokens, `[B, Hq, T, D]`.
+        scaling: the factor on `q . k`.
+        exact: keys and values `[B, H, T, D]`; each of `held` has their shapes.
+        is_valid: the tokens that are not padding, bool `[B, T]`; None: all.
+    """
+    key, value = (x.float() for x in exact)
+    (rows, heads, tokens, dim), groups = key.shape, query.shape[1] // key.shape[1]
+    at = torch.linspace(tokens // 2, tokens - 1, QUERIES, dtype=torch.float32, device=key.device).long()
+    query = query[:, :, at].float().reshape(rows, heads, groups * QUERIES, dim) * scaling
+    j, i = torch.arange(tokens, dtype=torch.int64, device=key.device), at.repeat(groups)[:, None]
+    fresh, hidden = j > i - recent, j > i
+    if is_valid is not None:
+        hidden = hidden | ~is_valid[:, None, None]
+    scores = query @ key.mT
+
+    def weights(scores: Tensor) -> Tensor:
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0)  # a query that sees only padding has none
+
+    exact_weights = weights(scores)
+    output = exact_weights @ value
+    old_weights = exact_weights.masked_fill(fresh, 0)
+    of_keys = [weights(torch.where(fresh, scores, query @ k.float().mT)) @ value - output for k, _ in held]
+    of_values = [old_weights @ (v.float() - value) for _, v in held]
+    return [[error.square().mean().item() for error in side] for side in (of_keys, of_values)], output.square().mean().item()
 
 
 def turned(rope: Rope, keys: Tensor) -> Tensor:
@@ -153,7 +181,6 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
         if "layers" in args.studies:
             other = Prompt(model, windows[1::2], args.context)
             costs = {"prompt": prompt.errors(), "other": other.errors(), "error": prompt.errors(0), "relative": prompt.errors(1)}
-            costs |= {"measured": prompt.measured(), "measured, other": other.measured()} if args.measured else {}
             for budget, (name, cost) in product(BUDGETS, costs.items()):
                 chosen = choose(cost, prompt.shapes, budget)
                 yield row("layers", name, budget, prompt.mixed(chosen), chosen=chosen)
@@ -173,12 +200,14 @@ def at_random(seed: int, layers: int, bits: float) -> Choice:
 def tables(rows: list[dict]) -> Iterator[Table]:
     for study in dict.fromkeys(row["study"] for row in rows):
         chosen = [row for row in rows if row["study"] == study]
-        columns = list(dict.fromkeys((row["model"], row["text"]) for row in chosen))
-        cells = {(row["bits"], row["name"], row["model"], row["text"]): number(row["kl"]) for row in chosen}
+        at = [(row["model"], row["text"].split(".")[0], row["context"]) for row in chosen]
+        columns = list(dict.fromkeys(at))
+        cells = {(row["bits"], row["name"], *column): number(row["kl"]) for row, column in zip(chosen, at, strict=True)}
         lines = [
-            [f"{bits:g}", name, *(cells.get((bits, name, *at), "") for at in columns)] for bits, name in sorted({at[:2] for at in cells})
+            [f"{bits:g}", name, *(cells.get((bits, name, *column), "") for column in columns)]
+            for bits, name in sorted({cell[:2] for cell in cells})
         ]
-        yield Table(["bits", study, *(f"{model}, {text.split('.')[0]}" for model, text in columns)], lines)
+        yield Table(["bits", study, *(f"{model}, {text}, {context:,}" for model, text, context in columns)], lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -187,7 +216,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--context", type=at_least(512), default=1024, help="tokens of a prompt")
     parser.add_argument("--windows", type=at_least(1), default=2, help="prompts that are measured; as many are other prompts")
     parser.add_argument("--read-on", type=at_least(1), default=64, help="tokens after it")
-    parser.add_argument("--measured", action="store_true", help="measures every layer and side alone, too")
     args = parser.parse_args(arguments)
     if not shows(args):
         if wrong := refused(args):

@@ -35,7 +35,7 @@ ROOMS = {
     "prefix": r"[Pp]refix\b|PrefixStore",
     "batching": r"\bbatching|Batching",
     "planning": r"\bplanning|\brecommend\b",
-    "evaluation": r"\bevaluation\b|\bcalibrate\(|bits_by_layer|profile_heads",
+    "evaluation": r"\bevaluation\b|\bcalibrate\(|profile_heads",
 }
 """Rooms, and what names them elsewhere."""
 FOLDERS = {"evict": ("evict", "policies")}

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from .caches import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache
     from .caches.attach import attach, detach
     from .caches.warmup import warmup
-    from .evaluation.bits_by_layer import bits_by_layer
     from .evaluation.calibrate import calibrate
     from .evaluation.profile_heads import profile_heads
     from .evict import policies
@@ -30,7 +29,6 @@ __all__ = [
     "SlidingWindowCache",
     "TurboQuantCache",
     "attach",
-    "bits_by_layer",
     "calibrate",
     "continuous_batching",
     "detach",
@@ -48,7 +46,6 @@ _PARTS |= {"evict", "hybrid", "latents", "planning", "policies", "prefix", "sele
 _NAMES = {
     "batching": ("continuous_batching",),
     "caches.attach": ("attach", "detach"),
-    "evaluation.bits_by_layer": ("bits_by_layer",),
     "evaluation.calibrate": ("calibrate",),
     "evaluation.profile_heads": ("profile_heads",),
     "evict.caches": ("CombinedCache", "H2OCache", "SinkCache", "SlidingWindowCache"),

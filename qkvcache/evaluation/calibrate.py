@@ -121,10 +121,16 @@ def calibrate(
         TypeError: a `text` of another type, a size that is not a number.
         NotImplementedError: an encoder-decoder.
     """
-    check_budget(bits)
+    if isinstance(bits, bool) or not isinstance(bits, int | float):
+        raise TypeError(f"bits must be a number, got {bits!r}")
+    if not 2 <= bits <= 4:
+        raise ValueError(f"bits={bits}: must be 2 to 4 bits a channel")
     for name, count in (("context", context), ("windows", windows), ("read_on", read_on)):
         check_count(name, count, 1)
-    check_zones(context, num_sink_tokens, residual_length)
+    check_count("num_sink_tokens", num_sink_tokens)
+    check_count("residual_length", residual_length, 1)
+    if context <= num_sink_tokens + residual_length:
+        raise ValueError(f"context={context}: must be more than num_sink_tokens + residual_length = {num_sink_tokens + residual_length}")
     if model.config.is_encoder_decoder:
         raise NotImplementedError(f"{model.config.model_type} is an encoder-decoder: its cross attention is not compressed")
     rows = windows_of(text, windows, context + read_on).to(model.device)
@@ -174,22 +180,6 @@ def calibrate(
     zones = {"num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
     about: dict[str, object] = {"model_type": model.config.model_type, "dtype": str(model.dtype).removeprefix("torch.")}
     return Calibration(tuple(costs), shapes, chosen, kl, uniform, about | sizes | zones | provenance())
-
-
-def check_budget(bits: float) -> None:
-    """Raises TypeError or ValueError for a budget of `calibrate` that is not 2 to 4 bits."""
-    if isinstance(bits, bool) or not isinstance(bits, int | float):
-        raise TypeError(f"bits must be a number, got {bits!r}")
-    if not 2 <= bits <= 4:
-        raise ValueError(f"bits={bits}: must be 2 to 4 bits a channel")
-
-
-def check_zones(context: int, num_sink_tokens: int, residual_length: int) -> None:
-    """Raises TypeError or ValueError unless some of `context` tokens are quantized, and the last ones are exact."""
-    check_count("num_sink_tokens", num_sink_tokens)
-    check_count("residual_length", residual_length, 1)
-    if context <= num_sink_tokens + residual_length:
-        raise ValueError(f"context={context}: must be more than num_sink_tokens + residual_length = {num_sink_tokens + residual_length}")
 
 
 def choose(costs: Sequence[Sequence[Sequence[float]]], shapes: Sequence[tuple[int, int, int]], bits: float) -> Choice:

@@ -15,7 +15,6 @@ from transformers import PreTrainedConfig
 
 from ..files import Damaged, reading
 from ..formats import REGISTRY, FormatByLayer
-from ..formats.outlying import Int8Keys
 from ..rooms import registered
 from .snapshot import Snapshot, check, restore, snapshot
 from .snapshot_file import Parts, read_header, write
@@ -106,7 +105,7 @@ def _check_model(saved: dict[str, Any], config: PreTrainedConfig) -> None:
 @functools.cache
 def _classes() -> dict[str, type]:
     """The classes of values that a file holds by name."""
-    return {kind.__name__: kind for kind in (*map(type, REGISTRY.values()), FormatByLayer, Int8Keys, *registered("SAVED"))}
+    return {kind.__name__: kind for kind in (*map(type, REGISTRY.values()), FormatByLayer, *registered("SAVED"))}
 
 
 def _plain(name: str, x: Any) -> Any:
