@@ -34,7 +34,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "eval" / "results" / "planted_faults.jsonl"
-COPIED = ("qkvcache", "tests", "eval", "pyproject.toml")
+COPIED = ("qkvcache", "tests", "eval", "custom_generate", "pyproject.toml")
 SUITES = {"short": (["-m", "not slow"], {}), "long": ([], {"QKVCACHE_TEST_ALL": "1"})}
 PASSED, FAILED, INTERRUPTED, NOT_OURS = 0, 1, 2, -1
 """Exit statuses of pytest; and of tests of another package."""
