@@ -1,12 +1,12 @@
-"""What the bits of keys and values cost, whether the first prompt tells which layers need more of them, and what a mean of keys that turns
-with the position gains. Keys and values of a prompt are stored and dequantized as a cache does it, with its exact zones and with int8 for
-outlying keys; the model reads on through them, and the KL divergence from the exact run is a row's number.
+"""Measures what bits of keys and values cost, whether the first prompt tells which layers need more bits, and what a mean of
+keys that turns with the position gains.
+Keys and values of a prompt are stored and dequantized as a cache does it, with its exact zones and with int8 for outlying keys. The
+model reads on through them, and the KL divergence from the exact run is a row's number.
 
 bits     one choice for all layers, `keys/values`, with a residual of 64 and of 256 tokens
 layers   bits by layer at the same bytes (`calibrate.choose`). The cost of bits comes from the prompt alone (`prompt`: the mean square
          error of attention's output under the prompt's own queries, over the output's root mean square; `error` and `relative`: the
-         error itself, and over the mean square); from the prompt of
-         another part of the text (`other`); or from nothing (`random`)
+         error itself, and over the mean square); from the prompt of another part of the text (`other`); or from nothing (`random`)
 means    the mean of keys as today, or the mean of unrotated keys turned to each position, for keys alone and for whole caches
 
 python eval/bits.py [bits layers means] --model smollm2 --text FILE
@@ -79,7 +79,7 @@ class Prompt:
         self.shapes = tuple((key.shape[1], key.shape[3], value.shape[3]) for key, value in self.pairs)
 
     def quantized(self, format: HadaQuant, pairs: list[Pair], residual_length: int = RECENT) -> list[Pair]:
-        """What a cache in `format` holds of these keys and values."""
+        """Returns these keys and values as a cache in `format` holds them."""
         cache = CompressedCache(self.model.config, format=format, num_sink_tokens=SINKS, residual_length=residual_length)
         for index, pair in enumerate(pairs):
             cache.update(*pair, index)
@@ -103,17 +103,14 @@ class Prompt:
         return found
 
 
-def output_errors(
-    query: Tensor, scaling: float, exact: Pair, held: Sequence[Pair], recent: int, is_valid: Tensor | None = None
-) -> tuple[list[list[float]], float]:
+def output_errors(query: Tensor, scaling: float, exact: Pair, held: Sequence[Pair], recent: int) -> tuple[list[list[float]], float]:
     """The mean square error of the output of causal attention with the keys, and with the values, of each of `held`, and the mean
     square of the output. The last `recent` tokens are exact for each query.
 
     Args:
-        query: those of the tokens, `[B, Hq, T, D]`.
+        query: the queries of the tokens, `[B, Hq, T, D]`.
         scaling: the factor on `q . k`.
         exact: keys and values `[B, H, T, D]`; each of `held` has their shapes.
-        is_valid: the tokens that are not padding, bool `[B, T]`; None: all.
     """
     key, value = (x.float() for x in exact)
     (rows, heads, tokens, dim), groups = key.shape, query.shape[1] // key.shape[1]
@@ -121,12 +118,10 @@ def output_errors(
     query = query[:, :, at].float().reshape(rows, heads, groups * QUERIES, dim) * scaling
     j, i = torch.arange(tokens, dtype=torch.int64, device=key.device), at.repeat(groups)[:, None]
     fresh, hidden = j > i - recent, j > i
-    if is_valid is not None:
-        hidden = hidden | ~is_valid[:, None, None]
     scores = query @ key.mT
 
     def weights(scores: Tensor) -> Tensor:
-        return scores.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0)  # a query that sees only padding has none
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1)
 
     exact_weights = weights(scores)
     output = exact_weights @ value
@@ -190,7 +185,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
 
 
 def at_random(seed: int, layers: int, bits: float) -> Choice:
-    """As many steps of a bit above 2/2 as the budget has, anywhere."""
+    """Returns bits for each layer: 2/2, and the rest of the budget bit by bit at random layers and sides."""
     found, source = [2] * (2 * layers), random.Random(seed)
     for _ in range(round((bits - 2) * 2 * layers)):
         found[source.choice([i for i, b in enumerate(found) if b < 4])] += 1

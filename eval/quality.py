@@ -7,9 +7,9 @@
 
 The model reads a context once, then reads on, or answers, through each cache as if the tokens came one by one. KL divergence is of the next
 token from the dense run, in nats. Recall is of facts, the question *unseen* when the context is stored and cut down, or *seen* at its end.
-Errors are standard errors over the passages, and those of a share of the facts. Where formats or policies are named, nothing else is
-measured. The model computes in fp32, so that nothing but the cache rounds; bytes are those of the same cache in 16 bit. `identity`, which
-stores what it is given, shows by how much numbers differ anyway.
+Errors are standard errors over the passages, or of a share of the facts. Where formats or policies are named, nothing else is measured.
+The model computes in fp32, so that nothing but the cache rounds; bytes are counted for the same cache in 16 bit. `identity`, which stores
+what it is given, shows by how much numbers differ anyway.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a config says of the code of its model."""
+"""Readers of a config: what the code of its model does."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ STANDARD = ("sdpa", "flex_attention", NAME)
 """Attention implementations that kernels of this library may replace, beside those with `flash` in their name."""
 
 restorers: list[Callable[[], None]] = []
-"""What else `uninstall` calls: each undoes what a room has replaced."""
+"""Functions that `uninstall` calls, too: each undoes what a room has replaced."""
 _stock: list[tuple[type, Callable]] = []
 """The methods of transformers that are replaced, with their classes."""
 

@@ -45,7 +45,7 @@ ASKED: ContextVar[Asked | None] = ContextVar("asked", default=None)
 
 
 SHARE_PREFIXES = "all", "key", "none"
-"""Whose requests share pages: all, those with the same API key, or nobody's."""
+"""Requests that share pages: all requests, the requests of one API key, or none."""
 
 
 def sharing(share_prefixes: str, tenant: str | None, cache_salt: str | None, session: str | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ..attention.full import QUERY_BLOCK, full_attention
 
 @dataclass(frozen=True)
 class Sequences:
-    """The numbers of queries and of keys of each sequence. The last keys are those of the queries' tokens.
+    """The numbers of queries and of keys of each sequence. The last keys belong to the queries' tokens.
 
     starts: the cumulative numbers of queries and of keys from 0 (`cu_seqlens`), int32 `[N + 1]` each.
     """

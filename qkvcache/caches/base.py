@@ -257,7 +257,7 @@ class CompressedCache(DynamicCache):
 
         Raises:
             NotImplementedError, before anything is written: a cache that was made without a config or with options of other classes
-                than those of qkvcache, a preallocated cache with an indexer, sliding layers or layers whose tokens do not all stay,
+                than the classes of qkvcache, a preallocated cache with an indexer, sliding layers or layers whose tokens do not all stay,
                 padded rows in such layers.
             OSError: the file cannot be written.
         """

@@ -32,7 +32,7 @@ class LayerMaker:
     at_most = False
     """Whether the bytes that a cache will take are known as an upper bound only."""
     filling = 0
-    """Tokens beside the exact ones, and those of a page, with which all kernels of a layer run."""
+    """Tokens beside the exact ones, and tokens of a page, with which all kernels of a layer run."""
     lost = "nothing will be compressed"
     """What users are told if no layer is of this library."""
 

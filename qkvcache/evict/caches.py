@@ -21,7 +21,7 @@ class SinkCache(CompressedCache):
         positions: "cache" reads sinks at the positions right before the window, so that streams may be longer than the model was trained
             for; "original" reads them at their own positions, which `max_length` and models without RoPE need.
         format: how the tokens are stored; None keeps the model's dtype.
-        **options: those of CompressedCache.
+        **options: the options of CompressedCache.
     """
 
     @makes("policy")
@@ -45,7 +45,7 @@ class SlidingWindowCache(CompressedCache):
     Args:
         window_length: newest tokens that are retained.
         format: how the tokens are stored; None keeps the model's dtype.
-        **options: those of CompressedCache.
+        **options: the options of CompressedCache.
     """
 
     @makes("policy")
@@ -69,7 +69,7 @@ class H2OCache(CompressedCache):
             for the tokens with the most attention.
         num_sink_tokens: first tokens that are retained whatever their score, in the model's dtype.
         format: how the tokens are stored; None keeps the model's dtype.
-        **options: those of CompressedCache.
+        **options: the options of CompressedCache.
     """
 
     @makes("policy")
@@ -95,7 +95,7 @@ class CombinedCache(CompressedCache):
         recent: newest tokens that are retained; the last `residual_length` of them stay exact too.
         heavy: heavy hitters that are retained besides: share of the tokens seen (float), or tokens (int).
         format: how all but the exact tokens are stored.
-        **options: those of CompressedCache.
+        **options: the options of CompressedCache.
     """
 
     @makes("policy")

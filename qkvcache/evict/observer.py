@@ -105,7 +105,7 @@ def attend_observed(
 
 
 def _refuse_by_column(observer: Any, implementation: str, module: torch.nn.Module, keywords: dict[str, Any]) -> None:
-    """Raises NotImplementedError for keywords that may be about columns: those of an evicting layer are in another order."""
+    """Raises NotImplementedError for keywords that may be about columns: the columns of an evicting layer are in another order."""
     names = [] if "eager" in implementation else unknown(implementation, keywords)
     names += ["position_bias"] if keywords.get("position_bias") is not None else []
     if names:

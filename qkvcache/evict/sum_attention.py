@@ -1,7 +1,7 @@
 """Accumulated attention in plain torch: the softmax weight of each token, summed over queries and over the query heads of its group.
 
-`attend_observed` and `observe_pages` find it with the attention of a few queries, and `sum_attention` after that of many, with memory
-linear in tokens."""
+`attend_observed` and `observe_pages` find it with the attention of a few queries. `sum_attention` finds it after the attention of many
+queries, with memory linear in tokens."""
 
 from __future__ import annotations
 

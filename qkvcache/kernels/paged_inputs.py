@@ -188,7 +188,7 @@ class PagedInputs:
 
 
 def paged_side(inputs: PagedInputs, side: int) -> tuple[KeysOrValues, Tensor]:
-    """Keys (0) or values (1) in all slots, zeros where there is no token, and `places` as of `Pages.read`."""
+    """Keys (0) or values (1) in all slots, zeros where there is no token, and `places` as in `Pages.read`."""
     pages, first, ring = inputs.pages, inputs.sinks[side], inputs.ring[side]
     codes, places = pages.read(side, inputs.max_length)
     packed = _blocks(pages.codecs[side], codes, inputs.slots[1], ring)

@@ -40,7 +40,7 @@ class Choice:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of CompressedCache."""
+        """Options of CompressedCache."""
         return {"format": self.format, "policy": self.policy}
 
 

@@ -44,7 +44,7 @@ STOCK = {
 }  # fmt: skip
 """The kinds of snapshots of transformers' layers."""
 KINDS = frozenset(("compressed", *STOCK.values()))
-"""Those of layers in which all tokens stay, or the last ones."""
+"""Kinds of layers in which all tokens stay, or the last ones."""
 STATE = "state."
 """The beginning of the names of states."""
 INDEXER = "indexer."

@@ -69,7 +69,7 @@ class PrefixStore:
             They are removed when a prompt looks for them, and whenever room is made.
         tokenizer: the tokenizer of the token ids; if given, entries are used only with the same vocabulary.
         identity: anything else that entries depend on and that a sample of the weights does not show.
-        **options: those of the caches that `reuse` returns, as CompressedCache takes them, of caches that grow.
+        **options: options of the caches that `reuse` returns, as CompressedCache takes them, of caches that grow.
 
     Entries keep the format of the cache that they were stored from. Give the store the format of the caches that you
     store: after a restart it finds only entries of this format. Threads may use a store at the same time: each call waits for the others,

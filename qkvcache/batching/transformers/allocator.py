@@ -19,7 +19,7 @@ class CompressedAllocator(FullAttentionCacheAllocator):
     """Compressed blocks of a group of layers. They are counted, shared, forked, hashed and freed as in transformers.
 
     Of layers with a sliding window, a request has the blocks of one window, which its tokens take in turn, and shares none, as in
-    transformers. A page has the bytes of `storage.PageLayout`, and kernels read it as they read those of `storage.PagePool`.
+    transformers. A page has the bytes of `storage.PageLayout`, and kernels read it as they read a page of `storage.PagePool`.
     """
 
     ledger: Any

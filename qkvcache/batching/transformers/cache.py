@@ -241,7 +241,7 @@ class CompressedPagedCache(PagedAttentionCache):
             self.sessions.demote(dead)
 
     def _place(self, sessions: Sessions, request_id: str, prompt: list[bytes], tokens: list[int], salt: bytes) -> None:
-        """Copies the fetched pages of a request into blocks, as those of a request that has ended."""
+        """Copies the fetched pages of a request into blocks, like the pages of a request that has ended."""
         (held,) = self.allocators
         found = held.find(prompt)
         held.acquire_prefix_blocks(FETCHED, len(found) * held.tokens_per_page, found)
@@ -297,7 +297,7 @@ class CompressedPagedCache(PagedAttentionCache):
         return sum(len(held.ledger.cached_blocks) * held.bytes_per_block for held in self.allocators)
 
     def compute_free_capacity(self, relative: bool = True) -> int | float:
-        """The free capacity as in transformers, and that of cached blocks, which are freed when they are needed."""
+        """The free capacity as in transformers, and the cached blocks, which are freed when they are needed."""
         cached = self._cached_bytes
         return super().compute_free_capacity(relative) + (cached / (self.num_sectors * self.bytes_per_sector) if relative else cached)
 
@@ -333,7 +333,7 @@ class CompressedPagedCache(PagedAttentionCache):
             self.store.rings.release(request_id)
 
     def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
-        """Marks complete blocks as transformers does, those of a request's last step too, but only if the request has
+        """Marks complete blocks as transformers does, also the blocks of a request's last step, but only if the request has
         blocks: it has none if it was cancelled while its step ran."""
         self.counters.tokens_generated += state.status != RequestStatus.PREFILLING  # a call for each token
         if complete_blocks and state.request_id in self.allocators[0].block_table:

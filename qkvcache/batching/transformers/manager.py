@@ -40,7 +40,7 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 class CompressedManager(ContinuousBatchingManager):
-    """A manager whose requests are in compressed pages. `options`: those of `CompressedPagedCache` that the config does not have."""
+    """A manager whose requests are in compressed pages. `options`: the options of `CompressedPagedCache` that the config does not have."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class CompressedManager(ContinuousBatchingManager):
         compiling, config.varlen_compile_config, config.decode_compile_config = config.varlen_compile_config, None, None
         if asked.per_request_processors:
             if asked.return_logprobs:
-                raise NotImplementedError("return_logprobs with per_request_processors: they would be those of the noise")
+                raise NotImplementedError("return_logprobs with per_request_processors: they would be the logprobs of the noise")
             self.logit_processor: ContinuousBatchingLogitsProcessorList = Sampling(
                 generation_config, model.config.get_text_config(decoder=True).vocab_size
             )
@@ -150,7 +150,7 @@ class CompressedManager(ContinuousBatchingManager):
         Args:
             options: `stop`, the `StopStrings` that end the answer, which includes their tokens; `temperature`, `top_p` and `seed` of this
                 request, if the config has `per_request_processors`; `grammar`, the `Grammar` that the answer follows, if the config has
-                neither `use_async_batching` nor `use_cuda_graph` then; `salt`, bytes: the request shares pages with those of the same salt
+                neither `use_async_batching` nor `use_cuda_graph` then; `salt`, bytes: the request shares pages with requests of this salt
                 alone; and `session`, a name: pages of its earlier requests with which the prompt does not begin are the first to go.
 
         Raises:

@@ -40,7 +40,7 @@ class PoolSize(PagedAttentionMemoryHandler):
     Args:
         cb_config: a config that is resolved as by transformers' managers.
         page_bytes: bytes of a page of one layer, with the KV heads of one GPU.
-        ring_bytes: bytes of the exact last tokens of a request in one layer; 0: pages are those of transformers, without rings.
+        ring_bytes: bytes of the exact last tokens of a request in one layer; 0: the pages of transformers, without rings.
         logits_to_keep: whether the model can compute logits of selected tokens only.
         max_requests: number of rings; None: as many as fit into a share of the memory, up to `cb_config.max_requests_per_batch`.
         kv_tp_size: GPUs that share the KV heads of a layer.

@@ -57,7 +57,7 @@ class CompressedProcessor(ContinuousBatchProcessor):
         self._unequal, scheduler.block_new_requests = now, False
         state: Any = next(state for state in reversed(scheduler.active_requests.values()) if client_of(state) == most)
         again = state.create_equivalent_initial_request()
-        state._status = RequestStatus.FINISHED  # as of preempted requests: ignores the result of a step that still runs
+        state._status = RequestStatus.FINISHED  # as for preempted requests: ignores the result of a step that still runs
         self.cache.counters.preemptions += 1
         scheduler.finish_request(state.request_id)
         scheduler.add_waiting_request(again)

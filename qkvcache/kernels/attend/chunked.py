@@ -157,7 +157,7 @@ def attend_chunked(
         softcap: `softcap * tanh(score / softcap)` before the mask (Gemma 2), in plain torch.
         sinks: a learned logit for each query head, `[Hq]`, that takes part in the softmax and has no value (gpt-oss).
         shown_from: a column from which on nothing is hidden. None: not known.
-        chunk_tokens: as of `Chunks`.
+        chunk_tokens: as in `Chunks`.
     """
     chunks = tokens if isinstance(tokens, Chunks) else Chunks(query, tokens, chunk_tokens)
     _, query_heads, queries, dim = query.shape

@@ -49,7 +49,7 @@ def attend(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None
 def weigh(
     query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
-    """The softmax weights of all tokens, and their scores under the mask, fp32 `[B, Hq, Q, T]`. Arguments as of `attend`."""
+    """The softmax weights of all tokens, and their scores under the mask, fp32 `[B, Hq, Q, T]`. Arguments as in `attend`."""
     sinks = options.get("sinks")
     logits = scores(query, attention_inputs.key, options.get("scaling"), options.get("softcap"))
     logits = apply_mask(logits, mask, options.get("causal", False))
@@ -125,7 +125,7 @@ def weigh_pages(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The softmax weights of all slots, their scores under the mask, fp32 `[B, Hq, Q, S + max_length + R]`, and the log of the normaliser,
-    fp32 `[B, Hq, Q]`. `places`: of the quantized tokens (`paged_side`); other arguments as of `attend_pages`."""
+    fp32 `[B, Hq, Q]`. `places`: of the quantized tokens (`paged_side`); other arguments as in `attend_pages`."""
     logits = scores(query, paged_side(inputs, 0)[0], scaling, softcap)
     logits = mask_slots(logits, inputs.columns(places), mask, causal)
     lse = torch.logsumexp(logits, -1)

@@ -259,7 +259,7 @@ def _region_tile(
     """Adds a tile, of which `stored` holds keys and values (`_stored`), to `state` (`_absorb`). Returns the new state and what is stored of
     the tokens `next_slot`, int [T]; with TAIL there are none.
 
-    queries   as `_queries` returns them, the factor with that of the tile; k_planes: as in `_stored`; k_norm: as in `_tile`
+    queries   as `_queries` returns them, the factor times the factor of the tile; k_planes: as in `_stored`; k_norm: as in `_tile`
     valid     bool [T], which tokens there are; column: int [T], columns of the mask, read with MASK if it `hides` any
     """
     q, factor, q_center = queries

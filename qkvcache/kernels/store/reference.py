@@ -117,7 +117,7 @@ def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], t
 
     Args:
         inputs: its heads share the pages of a row.
-        new: keys and values `[1, H, N, D]`, those of one row after another.
+        new: keys and values `[1, H, N, D]`, the rows one after another.
         starts: the first token of each row in `new` and in `out`, int32 `[B + 1]` each; the last entries are the tokens of all rows.
         tiles: int32 `[M, 2]`, `gather_tiles` of the rows' tokens in `out`, for kernels.
         out: keys and values `[1, H, T, D]`.
