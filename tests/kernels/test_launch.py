@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager, nullcontext
 from threading import Event, Timer, current_thread
 from time import sleep
@@ -196,8 +197,11 @@ def test_other_releases_and_gpus_are_left_to_triton(gpu, monkeypatch):
 
 
 def test_kernels_compile_ahead_in_other_threads(gpu, monkeypatch):
-    """Nothing runs; the first launch waits for its kernel, and finds it."""
+    """Nothing runs, and no tensor is kept alive; the first launch waits for its kernel, and finds it."""
     threads, begin, compile_ = [], Event(), gpu.compile
+    query = torch.empty(64, dtype=torch.float16)
+    given = query if query.data_ptr() % 16 == 0 else query[8 - query.data_ptr() // 2 % 8 :]
+    prompt = weakref.ref(query.untyped_storage())
 
     def slowly(*args):
         threads.append(current_thread())
@@ -209,10 +213,12 @@ def test_kernels_compile_ahead_in_other_threads(gpu, monkeypatch):
     launch = launcher()
     with module.compiling_ahead():
         for _ in range(2):
-            launch(GRID, at(0), held=held())
+            launch(GRID, given, held=held(pair=(given, 5)))
+    del query, given
+    kept = prompt()
     Timer(0.05, begin.set).start()
     launch(GRID, at(0), held=held())
-    assert len(threads) == 1 and threads[0] is not current_thread() and len(gpu.ran) == 1
+    assert len(threads) == 1 and threads[0] is not current_thread() and len(gpu.ran) == 1 and kept is None
     with module.compiling_ahead():
         launch(GRID, at(0), held=held())
     assert len(gpu.ran) == 1

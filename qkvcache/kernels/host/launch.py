@@ -73,6 +73,23 @@ _low_bits = (15).__and__
 """The bits of an address that decide whether it is aligned."""
 
 
+class _Address:
+    """What Triton looks at in a tensor to compile a kernel. A tensor itself, such as the last query of a prompt, would keep memory alive
+    while another thread compiles."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.dtype, self.address = x.dtype, x.data_ptr()
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _without_tensors(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(map(_without_tensors, x))
+    return _Address(x) if isinstance(x, Tensor) else x
+
+
 class _Ahead(threading.local):
     on = False
 
@@ -128,7 +145,8 @@ class Launcher:
         """Launches the kernel on the current stream of its device."""
         if _AHEAD.on:
             if self.direct and self.variant not in _COMPILING:
-                _COMPILING[self.variant] = _pool().submit(self._compile, grid, self._named(tensors, held))
+                named = {name: _without_tensors(x) for name, x in self._named(tensors, held).items()}
+                _COMPILING[self.variant] = _pool().submit(self._compile, grid, named)
             return
         if not self.direct:
             with torch.cuda.device(self.index):
