@@ -62,6 +62,7 @@ from qkvcache import CompressedCache, PrefixStore, continuous_batching
 from qkvcache.evaluation.calibrate import windows_of
 from qkvcache.evaluation.quality import Passages, divergence, held_bytes
 from qkvcache.evaluation.spec import DENSE, CacheSpec
+from qkvcache.formats import REGISTRY
 from qkvcache.releases import passing
 
 T = TypeVar("T")
@@ -353,50 +354,34 @@ def by_case(rows: list[dict]) -> dict[tuple, dict[str, dict]]:
 
 
 TITLES = {"humaneval": "HumanEval", "facts": "Facts", "variables": "Variables", "long": "A long answer", KL: "Divergence"}
+COLUMNS, KL_COLUMNS = ["right; lost / won", "same answer", "s", "GiB"], ["KL", "same top token", "bytes/token", "smaller"]
 
 
 def tables(rows: list[dict]) -> Iterator[Table]:
-    """A table a task; lines are caches, columns lengths of the text before."""
-    every = by_case(rows)
-    for task in (*TASKS, KL):
-        found = {place: of for place, of in every.items() if place[0] == task}
-        if not found:
-            continue
-        cell = divergence_cell if task == KL else answer_cell
-        names = list(dict.fromkeys(name for of in found.values() for name in of))
-        lines = [
-            [Way.parse(name).name, *itertools.chain.from_iterable(cell(of.get(name), of.get(DENSE)) for of in found.values())]
-            for name in names
-        ]
-        columns = ["cache", *itertools.chain.from_iterable(heads(place) for place in found)]
-        yield Table(columns, lines, f"**{TITLES[task]}**", caption(found), (" --- ", " ---: "))
+    """A table for each task and length of the text before; lines are caches."""
+    for (task, tokens, count, dtype), found in by_case(rows).items():
+        columns, cells = (KL_COLUMNS, divergence_cells) if task == KL else (COLUMNS, answer_cells)
+        lines = [[Way.parse(name).name, *cells(found[name], found.get(DENSE))] for name in sorted(found, key=by_format)]
+        title = f"**{TITLES[task]} after {tokens:,} tokens, {count} {'problems' if task == 'humaneval' else 'texts'}**"
+        row = found[next(iter(found))]
+        run = f"{row['model']} in {dtype} on {row['device']}"
+        caption = f"{run}; answers in batches of {row['batch']}, prompts in steps of {row['chunk']:,} tokens."
+        yield Table(["cache", *columns], lines, title, caption, (" --- ", " ---: "))
 
 
-def heads(place: tuple) -> list[str]:
-    task, tokens, _, dtype = place
-    after = f"after {tokens:,}" + (f", {dtype}" if dtype != "bfloat16" else "")
-    if task == KL:
-        return [f"KL {after}", "same top token", "bytes/token", "smaller"]
-    return [f"right {after}; lost / won", "same answer", "s", "GiB"]
+def by_format(cache: str) -> tuple:
+    """The uncompressed run first, formats as they are registered, each before its policies and other options."""
+    spec, names = Way.parse(cache).spec, [DENSE, *REGISTRY]
+    return names.index(spec.cache) if spec.cache in names else len(names), spec.policy is not None, cache
 
 
-def answer_cell(row: dict | None, dense: dict | None) -> list[str]:
-    if row is None:
-        return [""] * 4
+def answer_cells(row: dict, dense: dict | None) -> list[str]:
     same = percent(against(row, dense)[2] / len(row["answers"])) if dense else ""
     return [right(row, dense), same, f"{row['seconds']:.0f}", f"{row['peak_bytes'] / 2**30:.1f}"]
 
 
-def divergence_cell(row: dict | None, dense: dict | None) -> list[str]:
-    if row is None:
-        return [""] * 4
+def divergence_cells(row: dict, dense: dict | None) -> list[str]:
     return [number(row["kl"]), percent(row["same_top"]), f"{row['bytes_per_token']:,.0f}", f"{row['ratio']:.2f}x"]
-
-
-def caption(found: dict[tuple, dict[str, dict]]) -> str:
-    row = next(row for of in found.values() for row in of.values())
-    run = f"{row['model']} in {row['dtype']} on {row['device']}"
-    return f"{run}; answers in batches of {row['batch']}, prompts in steps of {row['chunk']:,} tokens."
 
 
 def parser() -> argparse.ArgumentParser:

@@ -15,14 +15,12 @@ def check_continues(cache: Any, ids: Any) -> None:
     known = getattr(cache, "seen_ids", None)
     if known is None or not isinstance(ids, Tensor) or ids.dim() != 2 or len(known) != len(ids):
         return
-    seen = int(cache.get_seq_length())
-    tokens = min(known.shape[1], ids.shape[1], seen)
+    tokens = min(known.shape[1], ids.shape[1], seen := int(cache.get_seq_length()))
     differ = (known[:, :tokens] != ids[:, :tokens].to(known)).any(0)
     if differ.any():
-        first = int(differ.int().argmax())
         raise ValueError(
-            f"token {first} of the prompt differs from the {seen} tokens that the cache has seen: for another prompt call cache.reset() "
-            "or pass a new cache; to go on, pass the whole text"
+            f"token {int(differ.int().argmax())} of the prompt differs from the {seen} tokens that the cache has seen: for another prompt "
+            "call cache.reset() or pass a new cache; to go on, pass the whole text"
         )
 
 

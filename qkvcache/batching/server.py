@@ -134,7 +134,7 @@ class Server(Serve):
         self._model: PreTrainedModel | None = None
         self._attached, self._closed, self._renderer = ExitStack(), threading.Event(), Renderer()
         self._seen: tuple[PreTrainedModel, Processor] | None = None
-        """What handlers get."""
+        """The model and its processor, which handlers get in place of loading them; None once the server is closed."""
         super().__init__(folder(name), continuous_batching=continuous_batching, non_blocking=True, host=host, **options)
 
     def start_server(self) -> None:
@@ -220,7 +220,8 @@ class Server(Serve):
         self.stopping = True
 
     def admit(self, client: str | None, n: int) -> None:
-        """Raises Refusal if too many answers wait for their first token, of all clients or of this one."""
+        """Raises Refusal (429) if, with `n` more, the answers that wait for their first token exceed `max_waiting`, or the answers of this
+        client `max_waiting_per_client`."""
         waiting = Counter[str | None]()
         for exchange in self.exchanges:
             waiting[exchange.client] += exchange.waiting

@@ -124,7 +124,7 @@ def _gather_rows_kernel(
                [E, H, S, D] model dtype, and rings [F, H, ring_slots, D]: over the first three dimensions; planes of the first
                page, as in `triton_dequantize._dequantize_pages_kernel`; K: layout
     value, V   the same of values, [.., DV]
-    tiles      int32 [M, 2]: `pages.gather_tiles`
+    tiles      int32 [M, 2]: `store.reference.gather_tiles`
     new_starts, out_starts   int32 [B + 1]: the first token of a row among the new ones and in the output
     rows       int32 [B, 8], `paged_inputs.COLUMNS`: rows_b                        lengths  int32 [B]: lengths_b
     table      int32 or int64 [B, pages], BASE being the first page: table_b

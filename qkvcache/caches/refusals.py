@@ -16,8 +16,8 @@ class Refusal:
 
     Args:
         wish: what a user wants to do, as a heading.
-        what: the options, why and what to do instead, with attributes of the cache in braces: `{cache.max_length}`.
-        applies: whether a cache, of which only the options are set, asks for it.
+        what, why, instead: the refused options, the reason, and what to do; `{cache.max_length}` is of the cache.
+        applies: whether a cache has these options. It is called before the layers are made.
         error: the class of the error.
     """
 

@@ -23,7 +23,7 @@ STATIC = f"{HANDLE}, Tensor[] records, Tensor column_mask, Tensor row_lengths, T
 
 
 def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], is_valid: Tensor | None) -> None:
-    """`evict.append_token`, in one launch where there are kernels."""
+    """`static.append_token`, in one launch where there are kernels."""
     if torch.compiler.is_compiling():
         torch.ops.qkvcache.append_token(static.inputs.handle, ORDER[x[0].device], *static.arguments, *x, list(new), is_valid)
         return
@@ -32,7 +32,7 @@ def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], i
 
 
 def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
-    """`evict.evict_token`, in one launch where there is a kernel for the codecs."""
+    """`static.evict_token`, in one launch where there is a kernel for the codecs."""
     if torch.compiler.is_compiling():
         return torch.ops.qkvcache.evict_token(static.inputs.handle, ORDER[order.device], *static.arguments, order)
     pages = static.inputs.pages

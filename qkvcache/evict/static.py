@@ -2,9 +2,9 @@
 
     sinks        `[B, H, E, D]`           the first tokens, in the model's dtype
     ring         `[B, H, W, D]`           the last tokens, in the model's dtype
-    pages        `S` slots of each row    quantized tokens, another one in each head
-    records      `[B, H, S + W]`          of the slots of the pages, then of the ring: positions int32 (-1: no token), then up to three in
-                                          fp32
+    pages        `S` slots of each row    quantized tokens, different ones in each head
+    records      `[B, H, S + W]`          an entry for each slot of the pages, then of the ring. The first record is the positions, int32
+                                          (-1: no token); up to three in fp32 follow
     column_mask  bool `[B, E + S + W]`    which columns hold a token: sinks, pages, ring
     row_lengths  int64 `[B]`              tokens of each row without padding
     columns      int64 `[1]`              tokens of a row with padding
@@ -46,11 +46,12 @@ class StaticTensors:
 
     @property
     def arguments(self) -> tuple:
-        """Arguments of torch operators, after the inputs; `of` is the inverse, but for the names of the records after the positions."""
+        """The arguments of the torch operators after the handle of the inputs, in the order of `dispatch.STATIC`. `of` makes a
+        StaticTensors of them; the records after the positions lose their names."""
         return list(self.records.values()), self.column_mask, self.row_lengths, self.columns
 
     def tensors(self) -> list[Tensor]:
-        """Those of fixed address, except pages and their table."""
+        """All tensors at fixed addresses, except the pages and their table."""
         return [*self.inputs.sinks, *self.ring, *self.records.values(), self.column_mask, self.row_lengths, self.columns]
 
     @classmethod
@@ -88,12 +89,11 @@ def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], i
 
 
 def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
-    """Removes the token in column `row_lengths % W` from the ring. It becomes a sink if its position is below `E`. Else each head quantizes
-    it into the slot of the region whose token has the lowest rank, and that token is evicted; it is evicted itself if its own rank is the
-    lowest.
+    """Removes the token in column `row_lengths % W` from the ring. It becomes a sink if its position is below `E`. Otherwise each head
+    evicts the token of lowest rank among its pages and this token. If that is a token of the pages, this token is quantized into its slot.
 
     Args:
-        order: ranks, int64 `[B, H, S + 1]`: of the slots of the region, then of the token itself. The first of equal ones is the lowest.
+        order: ranks, int64 `[B, H, S + 1]`: of the slots of the pages, then of the token itself. The first of equal ones is the lowest.
 
     Returns the slot, int64 `[B, H]`; -1 where the token is evicted, `-2 - e` where it became sink `e`.
     """

@@ -1,4 +1,4 @@
-"""`evict.py` in one launch before attention and one after it: little data moves, so that launches are what it costs.
+"""`static.py` in one launch before attention and one after it: little data moves, so that launches are what it costs.
 
 `append_token` has a program for each row, which counts the row's token once it has read the count. `evict_token` has one for each head,
 which looks through the order of its tokens; torch.compile makes a minimum over thousands of columns one slow block of threads."""
@@ -24,7 +24,7 @@ _MOST = tl.constexpr(2**63 - 1)
 
 
 def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], is_valid: Tensor | None) -> None:
-    """`evict.append_token`."""
+    """`static.append_token`."""
     records = tuple(static.records.values())
     given = False, *(value is not None for value in new)
     values = (record if value is None else value for record, value in zip(records, (None, *new), strict=True))
@@ -85,7 +85,7 @@ def _append_kernel(
 
 
 def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
-    """`evict.evict_token`, for codecs that `triton_quantize.supports` and whose heads share no buffer kept for each token."""
+    """`static.evict_token`, for codecs that `triton_quantize.supports` and whose heads share no buffer kept for each token."""
     inputs, row_lengths, records = static.inputs, static.row_lengths, tuple(static.records.values())
     ring, sinks, pages = inputs.ring, inputs.sinks, inputs.pages
     batch, heads, width, _ = ring[0].shape
@@ -125,7 +125,7 @@ def _evict_kernel(
     records    as of `_append_kernel`
     column_mask      bool [B, exact + record_columns], contiguous          row_lengths       int64 [B]: tokens of a row without padding
     order      int64 [B, H, record_columns - width + 1], contiguous: of each slot of the pages, then of the token itself
-    where      int64 [B, H], contiguous: output, as `evict.evict_token` returns it
+    where      int64 [B, H], contiguous: output, as `static.evict_token` returns it
     heads      H              N   entries of `order` that are compared at once
     """
     h = tl.program_id(0).to(tl.int64)

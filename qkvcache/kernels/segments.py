@@ -41,8 +41,7 @@ def both(change: Callable[[T], S], sides: tuple[T, T]) -> tuple[S, S]:
 
 def differ(stored: Tensor, given: Tensor) -> bool:
     """Whether two tensors `[B, H, T, D]` differ in batch, heads, head_dim or dtype."""
-    a, b = stored.shape, given.shape
-    return a[0] != b[0] or a[1] != b[1] or a[3] != b[3] or stored.dtype is not given.dtype
+    return (*stored.shape[:2], stored.shape[3], stored.dtype) != (*given.shape[:2], given.shape[3], given.dtype)
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,12 @@ from ..attention.route import restorers
 from ..autocast import with_autocast
 from ..kernels import AttentionInputs, KeysOrValues, pv, qk
 from ..kernels.attend.chunked import (
-    CHUNK_BYTES,
     ChunkedKV,
     causal_attention,
     hidden_bias,
     library_attention,
     merge,
+    most_tokens,
     rotate_back,
     supports_queries,
 )
@@ -117,10 +117,9 @@ class Expansion:
     def attend_blocks(self, query: Tensor, hidden: Tensor | None, *, scaling: float) -> Tensor:
         """Causal attention `[B, Hq, Q, value]` of the last `Q` tokens, over latents that are expanded block by block.
         `hidden`: columns that no query sees, bool `[B or 1, T]`; None: there are none."""
-        tokens, (batch, heads, queries, dim) = ChunkedKV.of(self.inputs), query.shape
-        size = max(CHUNK_BYTES // (2 * batch * heads * dim * query.itemsize) // 64, 1) * 64
+        tokens, (batch, heads, queries, _) = ChunkedKV.of(self.inputs), query.shape
         parts, column = [], tokens.before
-        for count, codecs, fill in tokens.pieces(size):
+        for count, codecs, fill in tokens.pieces(most_tokens(query, heads)):
             latents, rope = (query.new_empty(batch, 1, count, side.shape[3]) for side in (self.inputs.key, self.inputs.value))
             fill((latents, rope))
             keys, values = self._expanded(rotate_back(latents, codecs[0]), rotate_back(rope, codecs[1]))

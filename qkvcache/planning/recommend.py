@@ -139,7 +139,7 @@ def recommend(
     Args:
         workload: "facts", which may be asked for later (agents, retrieval, code); "question", which ends the prompt; or
             "continue", a text or a chain of thought.
-        streaming: whether the text has no end.
+        streaming: whether the text has no end; `workload` is then not read.
         chat: whether there are several turns. Later turns may ask for anything in earlier ones, so the workload is
             "facts".
         batch: requests of `context` tokens that must fit into `gpu_memory`; if they do not, a smaller cache is chosen.

@@ -318,9 +318,10 @@ class RowPages(PagedTokens):
     Args:
         per_head: each head has its own copy of buffers that heads could share, since a slot may hold another
             token in each head.
-        grows: pages are added between steps of compiled code.
+        static: the table keeps its address.
+        grows: whether pages may be added between steps of compiled code.
         reads: chooses what attention reads; None: it reads all tokens.
-        room: tokens for which there is room at once.
+        room: tokens for which slots are allocated when the object is made.
     """
 
     def __init__(
@@ -339,7 +340,7 @@ class RowPages(PagedTokens):
         self.ahead, self.grows, self.reads = 0, grows, reads
         """`ahead`: tokens after the stored ones whose codes are written already."""
         self.bound: Numbers | None = None
-        """The numbers of the pages that are bound: others after an interruption."""
+        """`numbers` when `bind` ran last; after an interrupted change `numbers` is another array."""
         self.reserve(room)
 
     def bind(self) -> None:

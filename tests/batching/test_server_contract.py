@@ -42,4 +42,5 @@ def test_signatures_that_the_front_relies_on():
             assert parameters(getattr(kind, name))[:6] == ["self", "model", "processor", "inputs", "gen_config", "request_id"]
     state = GenerationState(continuous_batching=True)
     state._generate_managers["demo@main"] = manager = object()
+    assert parameters(ModelManager.shutdown) == ["self"] and state._cb_manager is None  # which `Server` replaces, and empties
     assert state.get_manager("demo@main") is manager and parameters(CBGenerateManager.init_cb) == ["self", "model", "gen_config"]

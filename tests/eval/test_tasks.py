@@ -146,7 +146,7 @@ def test_rows_and_tables(tasks, prompts, writer, tmp_path, capsys, monkeypatch):
     tasks.main([*common, "int8", "--run-code", "--tasks", "humaneval", "facts", "kl"])
     tasks.main(["--model", "demo", "--out", str(file), "--markdown"])
     said = capsys.readouterr().out
-    assert "; 0 / 0, p 1 | 100 % |" in said and "8 of 8" in said and "| KL after 300, float32 |" in said
+    assert "; 0 / 0, p 1 | 100 % |" in said and "8 of 8" in said and "**Divergence after 300 tokens, " in said and " in float32 on " in said
 
 
 def test_the_table_of_the_readme(monkeypatch):

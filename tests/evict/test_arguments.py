@@ -203,7 +203,7 @@ def test_policies_are_frozen_and_named():
 def test_budgets_grow_by_whole_tokens(seen, size):
     budget = Budget(4, 0.1)
     assert budget.size(seen) == int(budget.size(torch.tensor([[seen]]))) == size
-    policy = H2O(budget=budget, recent=3, num_sink_tokens=6)
+    policy = H2O(budget=budget, recent=3, num_sink_tokens=6, interval=1)
     assert policy.size(budget, seen) == int(policy.size(budget, torch.tensor([seen]))) == max(size, 10)
 
 
@@ -212,6 +212,7 @@ def test_intervals_by_themselves(budget, interval):
     assert H2O(budget=budget).interval_of(Budget(budget)) == interval
     assert H2O(budget=budget, interval=3).interval_of(Budget(budget)) == 3
     assert H2O(budget=budget, num_sink_tokens=0, recent=budget).interval_of(Budget(budget)) == 1  # as many as are free
+    assert H2O().interval_of(Budget(budget, 0.1)) == max(interval, 8)  # a share has no tokens to divide
 
 
 def test_random_draws_are_uniform_and_fixed():

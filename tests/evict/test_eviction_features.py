@@ -154,7 +154,7 @@ def test_layers_that_hold_more_than_the_first(attention, options):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_budgets_of_each_layer(attention):
     network, (ids, mask) = model("llama", attention), prompt(3).values()
-    policy = KeyNorm(budget=[12, 0.5, 25], recent=3)
+    policy = KeyNorm(budget=[12, 0.5, 25], recent=3, interval=1)
     cache = CompressedCache(network.config, policy=policy)
     steps = ((0, 30), *((i, i + 1) for i in range(30, 40)))
     batch = [forward(network, cache, ids, mask, *step) for step in steps]
@@ -316,4 +316,4 @@ def test_named_caches_are_their_policies():
         assert same([say(named, part) for part in ids.split(20, 1)], [say(plain, part) for part in ids.split(20, 1)])
         assert same(state(named), state(plain))
     say(combined := CombinedCache(config, num_sink_tokens=4, recent=8, heavy=0.25), ids)
-    assert combined.stored_length() == 4 + 8 + 10
+    assert 4 + 8 + 10 - 7 <= combined.stored_length() <= 4 + 8 + 10

@@ -28,7 +28,7 @@ from .cache import CompressedPagedCache
 from .processor import CompressedProcessor
 from .request import Request
 from .sampling import Sampling
-from .scheduler import Requests
+from .scheduler import FairScheduling
 
 _CACHED = "_cached_continuous_batching_manager"
 """The attribute of a model that keeps its manager."""
@@ -311,7 +311,7 @@ class CompressedManager(ContinuousBatchingManager):
         if kind is None:
             known = ", ".join(map(repr, SCHEDULER_MAPPING))
             raise ValueError(f"scheduler_type={config.scheduler_type!r}: expected one of {known}")
-        scheduler = type(kind.__name__, (Requests, kind), {"forget": self._forget})(
+        scheduler = type(kind.__name__, (FairScheduling, kind), {"forget": self._forget})(
             cache=cache, safety_margin=config.safety_margin, max_requests_per_batch=config.max_requests_per_batch
         )
         return CompressedProcessor(

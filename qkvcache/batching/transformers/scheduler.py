@@ -22,7 +22,7 @@ def running_by_client(active: dict[str, RequestState]) -> Counter[str | None]:
     return Counter(map(client_of, active.values()))
 
 
-class Requests:
+class FairScheduling:
     """A mixin for schedulers: clients take turns, requests know how many of their tokens were cached, and cancelled requests are dropped
     completely."""
 
@@ -35,7 +35,8 @@ class Requests:
         self.cache.expect(state)
 
     def _get_waiting_candidates(self) -> list[RequestState]:
-        """The waiting requests whose stored pages have been fetched. A client that has fewer requests running or before goes first."""
+        """The waiting requests whose stored pages have been fetched. They are sorted by how many requests of the
+        same client run or wait before them, fewest first."""
         states = super()._get_waiting_candidates()  # type: ignore[misc]
         if len(states) > 1:
             held, ranked = running_by_client(self.active_requests), []

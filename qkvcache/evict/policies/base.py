@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from torch import Tensor
 
 from .budget import (
+    INTERVAL_OF_SHARE,
     LEAST,
     Budget,
     Count,
@@ -98,7 +99,8 @@ class Policy:
         recent: newest tokens that are not evicted: tokens (int) or share of the budget (float).
         interval: number of new tokens between evictions. At 1 the budget is full after every step; larger intervals
             take less time, and leave up to `interval - 1` places of the budget empty. None: 1 for every 128 tokens of
-            the budget, at most 64. In a padded prompt that comes in chunks, padding counts as new tokens.
+            the budget, at most 64, and at least 8 where the budget is a share. In a padded prompt that comes in chunks,
+            padding counts as new tokens.
         alpha_safeguard: the share of the budget that each head is guaranteed, if the heads of a layer share their budgets
             (`AdaKV`), where scores are weights; None: each head has its own budget.
 
@@ -225,7 +227,7 @@ class Policy:
         if self.interval is not None:
             return self.interval
         free = budget.tokens - self.num_sink_tokens - self.recent_of(budget.tokens)
-        wanted = usual_interval(budget.tokens)
+        wanted = usual_interval(budget.tokens, INTERVAL_OF_SHARE if budget.share else 1)
         return wanted if budget.share or budget.heads else min(wanted, free + 1)
 
     def recent_of(self, size: Count) -> Count:

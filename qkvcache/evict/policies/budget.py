@@ -14,6 +14,8 @@ from ...formats.base import check_count
 LEAST = 8
 """The smallest size of a budget that is a share, in tokens."""
 TOKENS_PER_INTERVAL, MOST_INTERVAL = 128, 64
+INTERVAL_OF_SHARE = 8
+"""The least interval of a budget with a share, whose tokens are not known: an eviction takes as long as the rest of a decode step."""
 Count = TypeVar("Count", int, Tensor)
 
 
@@ -55,8 +57,8 @@ def times(count: Any, weight: Any) -> Any:
     return (count * weight + 2**22) >> 32
 
 
-def usual_interval(tokens: int) -> int:
-    return min(max(tokens // TOKENS_PER_INTERVAL, 1), MOST_INTERVAL)
+def usual_interval(tokens: int, least: int = 1) -> int:
+    return min(max(tokens // TOKENS_PER_INTERVAL, least), MOST_INTERVAL)
 
 
 def budgets_of(budget: int | float | Budget | Sequence[int | float | Budget]) -> tuple[Budget, ...]:

@@ -124,7 +124,7 @@ class Chunks:
     def __init__(self, query: Tensor, tokens: AttentionInputs | ChunkedKV, chunk_tokens: int | None = None) -> None:
         self.tokens = tokens = ChunkedKV.of(tokens) if isinstance(tokens, AttentionInputs) else tokens
         heads = tokens.exact[0].shape[1]
-        size = _most_tokens(query, heads)
+        size = min(CHUNK_TOKENS, most_tokens(query, heads))
         self.pieces = list(tokens.pieces(min(size, chunk_tokens or size)))
         room = max((count for count, _, _ in self.pieces), default=0)
         self.scratch = query.new_empty(2, len(query), heads, room, query.shape[3])
@@ -276,10 +276,10 @@ def library_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | 
     return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, scale=scaling)[:2]
 
 
-def _most_tokens(query: Tensor, heads: int) -> int:
-    """The most tokens of a chunk."""
+def most_tokens(query: Tensor, heads: int) -> int:
+    """The tokens whose keys and values, of `heads` heads and like the query `[B, Hq, Q, D]`, fit in CHUNK_BYTES."""
     batch, _, _, dim = query.shape
-    return min(CHUNK_TOKENS, max(CHUNK_BYTES // (2 * batch * heads * dim * query.itemsize) // 64, 1) * 64)
+    return max(CHUNK_BYTES // (2 * batch * heads * dim * query.itemsize) // 64, 1) * 64
 
 
 def capped_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, softcap: float) -> Part:

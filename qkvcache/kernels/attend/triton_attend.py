@@ -512,7 +512,7 @@ def attend_kernel(
     EXACT: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, ARCH: tl.constexpr,
     ITEMS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of `queries` queries over sinks, quantized tokens in pages, and a residual (`pages.PagedInputs`), split over programs.
+    """Attention of `queries` queries over sinks, quantized tokens in pages, and a residual (`PagedInputs`), split over programs.
 
     Grid (splits, blocks of R query rows, B * H); with EXACT, split 0 has the exact tokens. With ITEMS, the splits of all rows are
     those of the items, and the grid is (N, blocks, H), as if N were the splits of one row. Strides are in elements, words of 16 bits for
@@ -525,7 +525,7 @@ def attend_kernel(
     table          int32 or int64 [B, P] or [B, H, P], entries of pages: table_b, table_h (0: all heads share)
     rows           int32 [B, 8], `paged_inputs.COLUMNS`: rows_b; None: rows are alike
     lengths        int32 [B] or [B, H], tokens in the pages: lengths_b, lengths_h (0: all heads share); read with `rows`
-    items          int32 [N, ITEMS], `pages.Splits.items` or `pages.Splits.shared`; ITEMS 0: each row has as many splits
+    items          int32 [N, ITEMS], `work.Splits.items` or `work.Splits.shared`; ITEMS 0: each row has as many splits
     chosen         `Pages.chosen`: blocks int32 [B, H, P] with the strides of `table`, which has their entries, and lengths int32 [B * H];
                    None: all tokens are read
     k_planes       of the first page: codes [entries, H', PAGE, words], words of 16 bits (`half`: the model's dtype), high bits int16

@@ -33,12 +33,12 @@ def reduce_kernel(
     part       fp32 [B * H, blocks, splits, R, DV], contiguous: outputs. With EXACT, split 0 has the exact tokens, its channels in order;
                the others have channels plane after plane (`unpack`), rotated if V.rotated
     tops       fp32 [B * H, blocks, splits, R, 2], contiguous: the maximum of the scores, to base 2, and the normaliser, relative to it
-    firsts     int32 [B + 1], `pages.Splits.firsts`; read if ITEMS: `splits` then counts the splits of all rows, and the first dimension
+    firsts     int32 [B + 1], `work.Splits.firsts`; read if ITEMS: `splits` then counts the splits of all rows, and the first dimension
                of `part` and `tops` is H
     SHARED     query rows in a block of a second launch, over tokens that `branches` rows of the batch share; 0: there is none. Its outputs
                are behind the `before` query rows of the first: [B / branches * H, shared_blocks, shared_splits, SHARED], or with ITEMS
                [H, ..]. Query `q` of head `g` of the group and of the row at place `p` is query row `(g * branches + p) * queries + q`
-    shares     int32 [B, 3], `pages.Splits.shares`; read if SHARED and ITEMS
+    shares     int32 [B, 3], `work.Splits.shares`; read if SHARED and ITEMS
     sinks      [H * G]: a logit for each query head; read if SINKS
     signs      fp32 [DV], read if V.rotated
     center     fp32 [B, H, DV], read if V.centered: center_b, center_h

@@ -1,4 +1,4 @@
-"""Outputs of attention on parts of the tokens, merged by their log-sum-exps in one launch: what `attend_chunked.merge` computes."""
+"""Outputs of attention on parts of the tokens, merged by their log-sum-exps in one launch: what `chunked.merge` computes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = 16
 def merge(
     parts: Sequence[tuple[Tensor, Tensor]], query_heads: int, queries: int, heads: int, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Run `attend_chunked.merge` in one launch; the output is a view of contiguous `[B, Q, Hq, Dv]`, which is what
+    """Run `chunked.merge` in one launch; the output is a view of contiguous `[B, Q, Hq, Dv]`, which is what
     transformers asks for."""
     first = parts[0][0]
     batch, value_dim, groups = first.shape[0], first.shape[3], query_heads // heads

@@ -346,7 +346,7 @@ def attend_tiles_kernel(
     EXACT: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
     """Causal attention of the last `queries` tokens, which are among the residual, over sinks, quantized tokens in pages that heads share
-    and the residual (`pages.PagedInputs`), split over programs.
+    and the residual (`paged_inputs.PagedInputs`), split over programs.
 
     Grid (splits, blocks of R query rows, B * H); with EXACT, split 0 has the exact tokens. Strides are in elements. Channels are
     contiguous. Query row `r` of a KV head is query `r % queries` of query head `h * G + r // queries`.

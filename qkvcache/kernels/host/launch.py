@@ -11,10 +11,10 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from operator import attrgetter, itemgetter, methodcaller
-from types import NoneType
+from types import NoneType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -73,21 +73,12 @@ _low_bits = (15).__and__
 """The bits of an address that decide whether it is aligned."""
 
 
-class _Address:
-    """What Triton looks at in a tensor to compile a kernel. A tensor itself, such as the last query of a prompt, would keep memory alive
-    while another thread compiles."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.dtype, self.address = x.dtype, x.data_ptr()
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 def _without_tensors(x: Any) -> Any:
+    """`x` with what Triton looks at in a tensor in place of each. A tensor, such as the last query of a prompt, would keep memory alive
+    while another thread compiles."""
     if isinstance(x, tuple):
         return tuple(map(_without_tensors, x))
-    return _Address(x) if isinstance(x, Tensor) else x
+    return SimpleNamespace(dtype=x.dtype, data_ptr=partial(int, x.data_ptr())) if isinstance(x, Tensor) else x
 
 
 class _Ahead(threading.local):
@@ -177,11 +168,7 @@ class Launcher:
         return self.kernel[grid](**self._named(tensors, held), **self.fixed)
 
     def _named(self, tensors: Sequence[Tensor], held: Sequence[Held]) -> dict[str, Any]:
-        named: dict[str, Any] = {}
-        for group in reversed(held):
-            for name, x in group.values.items():
-                if name in self.taken:
-                    named[name] = x
+        named = {name: x for group in reversed(held) for name, x in group.values.items() if name in self.taken}
         return named | dict(zip(self.given, tensors, strict=True))
 
     def _compile(self, grid: tuple[int, int, int], named: dict[str, Any]) -> None:
