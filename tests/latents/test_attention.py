@@ -87,7 +87,7 @@ def test_every_family_attends_on_codes(name):
 @pytest.mark.parametrize("format", ["identity", "int8", "fp8", "turboquant_4bit_nc", "int4", "nvfp4", "hadaquant_k3v3"])
 def test_blocks_and_absorbed_attention_equal_decoded_codes(deepseek, format, monkeypatch):
     monkeypatch.setattr(latents, "ABSORBED_QUERIES", 4)
-    monkeypatch.setattr("qkvcache.kernels.attend.chunked.CHUNK_BYTES", 1)  # blocks of 64 tokens
+    monkeypatch.setattr(latents, "most_tokens", lambda query, heads: 64)
     check(deepseek, Mode((0, 5, 70), (150, 1, 18, 3)), format)
 
 
