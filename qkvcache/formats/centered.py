@@ -32,8 +32,8 @@ from .rotation import Hadamard, exact_dtype, number_of
 FEW = 64
 """The number of zero vectors that the mean of a channel includes if its spread equals its mean. 32 and 128 have the
 same errors."""
-BLOCK = 2**20
-"""Elements that are summed at a time: the bound on temporaries (8 MiB)."""
+BLOCK, BLOCK_ON_GPU = 2**20, 2**24
+"""Elements that are summed at a time: the bound on temporaries (8 MiB, and 128 MiB on a GPU, where launches are what small blocks cost)."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Centered(Codec):
         return (*self.codec.buffers(head_dim), Buffer("center", torch.float32, head_dim, "scales", tokens="once"))
 
     def calibrate(self, x: Tensor, is_valid: Tensor | None = None) -> Codes:
-        statistics = {"center": self.rotate(_mean(x, is_valid))}
+        statistics = {"center": self.rotate(_shrunk(*_moments(x, is_valid)))}
         return statistics | self.codec.calibrate(self.rotate(x), is_valid) if self.codec.keeps(x.shape[3]) else statistics
 
     def quantize(self, x: Tensor, statistics: Codes) -> Codes:
@@ -75,13 +75,8 @@ class Centered(Codec):
         return self.codec.refuses(head_dim)
 
 
-def _mean(x: Tensor, is_valid: Tensor | None) -> Tensor:
-    """The mean of `x` over the tokens that are `is_valid`, fp32 `[B, H, 1, D]`, shrunk as above; 0 where no token is finite."""
-    return _shrunk(*_moments(x, is_valid))
-
-
 def _shrunk(mean: Tensor, square: Tensor, count: int | Tensor) -> Tensor:
-    """The result of `_mean`, from the result of `_moments`."""
+    """The mean that is subtracted, fp32 `[B, H, 1, D]`, from the result of `_moments`: shrunk as above; 0 where no token is finite."""
     typical = square.sort(-1).values[..., square.shape[3] // 2, None]
     doubt = torch.minimum(square - mean.square() + typical / count, mean.square())
     weight = count * mean.square()
@@ -113,7 +108,8 @@ def _moments(x: Tensor, is_valid: Tensor | None) -> tuple[Tensor, Tensor, int | 
         shown = is_valid[:, None, :, None]
         x, count = x.masked_fill(~shown, 0), shown.sum(2, keepdim=True).clamp_min(1)
     exact = exact_dtype(x.device)
-    tokens = x.shape[2] if torch.compiler.is_compiling() else max(BLOCK * x.shape[2] // max(x.numel(), 1), 1)
+    block = BLOCK if x.device.type == "cpu" else BLOCK_ON_GPU
+    tokens = x.shape[2] if torch.compiler.is_compiling() else max(block * x.shape[2] // max(x.numel(), 1), 1)
     mean, square = (x.new_zeros(*x.shape[:2], 1, x.shape[3], dtype=exact) for _ in range(2))
     for part in x.split(tokens, dim=2):
         part = part.to(exact, copy=True)

@@ -31,8 +31,8 @@ from .int8 import Int8
 
 FAR = 4.0
 """The ratio of the largest channel to all channels above which keys count as outlying."""
-LEAST = 64
-"""The fewest tokens of a row that tell."""
+LEAST, MOST = 64, 1024
+"""The fewest tokens of a row that tell, and the most that are looked at."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,11 @@ class Int8Keys(Format):
 @torch.no_grad()
 def outlying(keys: Tensor, is_valid: Tensor | None = None) -> float:
     """The root mean square of the largest channel of keys `[B, H, T, D]` after centring, over the root mean square of
-    all channels, in the row and head where it is largest; 0 if every row has fewer than `LEAST` tokens.
+    all channels, in the row and head where it is largest; 0 if every row has fewer than `LEAST` tokens. Looks at the last `MOST` tokens.
     `is_valid`: bool `[B, T]`, False for padding; None: no padding. Waits for the device."""
     if keys.shape[2] < LEAST:
         return 0.0
+    keys, is_valid = keys[:, :, -MOST:], None if is_valid is None else is_valid[:, -MOST:]
     energy = spread(keys, is_valid)
     ratio = energy.amax(-1) / energy.mean(-1).clamp_min(torch.finfo(energy.dtype).tiny)
     if is_valid is not None:

@@ -13,7 +13,7 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 from qkvcache import CompressedCache, PrefixStore, demo, formats, plan, policies
 from qkvcache.batching.statistics import Statistics
 from qkvcache.formats import REGISTRY, resolve
-from qkvcache.formats.outlying import FAR, LEAST, Int8Keys, outlying
+from qkvcache.formats.outlying import FAR, LEAST, MOST, Int8Keys, outlying
 from tests.matrix import covering
 from tests.seeds import SEED
 
@@ -118,6 +118,9 @@ def test_only_valid_tokens_count():
     is_valid[1, 200 - LEAST] = True
     assert outlying(keys, is_valid) > FAR
     assert outlying(keys[1:, :, : LEAST - 1]) == 0
+    long = torch.randn(1, 2, MOST, 32)
+    turned = long * torch.tensor([9.0] + 31 * [1.0]) * torch.tensor([1.0, -1.0]).repeat(MOST // 2)[:, None]
+    assert outlying(torch.cat([turned, long], dim=2)) < 2 and outlying(torch.cat([long, turned], dim=2)) > FAR  # the last ones
 
 
 @pytest.mark.parametrize("kind", ["growing", "static", "evicting"])
