@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from gpu import graph_us
+from gpu import bf16, device, graph_us
 from harness import Table, note, parser_of, picture, run_or_show
 from palette import UNCENTERED, format_color
 from torch import Tensor
@@ -52,11 +52,11 @@ TWO_GB = 2**31
 def filled(name: str, batch: int, heads: int, tokens: int, dim: int) -> RowPages:
     """Pages of random codes that decode to finite numbers, as storage allocates them."""
     format = KNOWN[name]
-    like = torch.empty(batch, heads, 0, dim, device="cuda", dtype=torch.bfloat16)
+    like = torch.empty(batch, heads, 0, dim, device=device(), dtype=torch.bfloat16)
     pages = RowPages((format.key, format.value), (like, like))
     pages.reserve(tokens)
     pages.length, pages.calibrated = tokens, True
-    slots = pages.pages.slots(torch.arange(tokens, device="cuda"))
+    slots = pages.pages.slots(torch.arange(tokens, device=device()))
     for side, codec in enumerate(pages.codecs):
         for buffer in codec.buffers(dim):
             count = heads if buffer.heads == "each" else 1
@@ -72,21 +72,17 @@ def filled(name: str, batch: int, heads: int, tokens: int, dim: int) -> RowPages
 def values(codec: Codec, buffer: Buffer, shape: tuple[int, ...]) -> Tensor:
     dtype = buffer.dtype or torch.bfloat16
     if buffer.role == "codes" and dtype.is_floating_point:
-        return torch.randn(shape, device="cuda", dtype=dtype)
+        return torch.randn(shape, device=device(), dtype=dtype)
     if buffer.role == "codes":
-        x = torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8)
+        x = torch.randint(0, 256, shape, device=device(), dtype=torch.uint8)
         return x.bitwise_and_(0xF7) if isinstance(codec, ScaledFloat8) else x.view(dtype)
     if dtype == torch.uint8:
-        return torch.randint(40, 60, shape, device="cuda", dtype=dtype)
-    return torch.rand(shape, device="cuda").mul_(0.01).add_(0.001).to(dtype)
+        return torch.randint(40, 60, shape, device=device(), dtype=dtype)
+    return torch.rand(shape, device=device()).mul_(0.01).add_(0.001).to(dtype)
 
 
 def code_bytes(name: str, batch: int, heads: int, tokens: int, dim: int) -> int:
     return KNOWN[name].bytes_per_token(dim, heads) * batch * tokens
-
-
-def bf16(*shape: int) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
 def payloads(name: str, batch: int, heads: int, tokens: int, dim: int, zones: tuple[int, int] = (4, 96)) -> list[AttentionInputs]:
@@ -123,7 +119,7 @@ def sdpa_us(batch: int, query_heads: int, heads: int, tokens: int, dim: int, que
 
 def bandwidth() -> tuple[float, float]:
     """GB/s of a copy (read and written) and of a sum."""
-    x = torch.zeros(2**28, device="cuda")
+    x = torch.zeros(2**28, device=device())
     y = torch.empty_like(x)
     size = x.numel() * 4 / 1e3
     return 2 * size / graph_us([lambda: y.copy_(x)], 5), size / graph_us([lambda: x.sum()], 5)
@@ -171,19 +167,19 @@ def attended_rows(rows: list[dict]) -> dict[str, dict[tuple[str, str], dict]]:
 
 def tables(rows: list[dict]) -> Iterator[Table]:
     cases = [f"{batch}x{tokens}" for batch, tokens in CASES]
-    for device, attended in attended_rows(rows).items():
+    for place, attended in attended_rows(rows).items():
         lines = []
         for name in dict.fromkeys(name for name, _ in attended):
             found = [attended.get((name, case)) for case in cases]
             cells = [f"{row['us']:,.0f} / {row['ratio']:.2f} / {row['floor']:.2f}" if row else "-" for row in found]
             lines.append([f"`{name}`", f"{KNOWN[name.removesuffix(UNCENTERED)].bytes_per_token(128, 8) / 8:g}", *cells])
-        yield Table(["format", "bytes a token and head", *cases], lines, f"{device}: us / ratio / floor ratio")
+        yield Table(["format", "bytes a token and head", *cases], lines, f"{place}: us / ratio / floor ratio")
 
 
 def plot(rows: list[dict], path: Path) -> None:
     devices = attended_rows(rows)
     with picture(path, len(devices), dpi=130, figsize=(9, 4.5 * len(devices))) as (_, grid):
-        for (axes,), (device, found) in zip(grid, devices.items(), strict=True):
+        for (axes,), (place, found) in zip(grid, devices.items(), strict=True):
             both = [format for format, case in found if case == "{}x{}".format(*CASES[0]) and (format, "{}x{}".format(*CASES[1])) in found]
             formats = [name for name in both if name.removesuffix(UNCENTERED) == name or name.removesuffix(UNCENTERED) not in both]
             names = [name.removesuffix(UNCENTERED) for name in formats]
@@ -196,7 +192,7 @@ def plot(rows: list[dict], path: Path) -> None:
             label = "bound: times fewer bytes"
             axes.scatter(floors, range(len(formats)), marker="|", s=450, color="black", label=label, zorder=3)
             axes.axvline(1, color="gray", linewidth=1, linestyle="--")
-            axes.set_title(f"Decode attention on {device}; keys without their mean, which costs up to 3 %", fontsize=10)
+            axes.set_title(f"Decode attention on {place}; keys without their mean, which costs up to 3 %", fontsize=10)
             axes.set(
                 yticks=range(len(formats)), yticklabels=names, xlabel="times as fast as the best bf16 SDPA, one layer (right is better)"
             )
@@ -206,9 +202,9 @@ def plot(rows: list[dict], path: Path) -> None:
 
 @torch.no_grad()
 def run(args: Namespace) -> None:
-    device, (copy, read) = torch.cuda.get_device_name(), bandwidth()
-    print(f"{device}: copy {copy:,.0f} GB/s, read {read:,.0f} GB/s", flush=True)
-    same = {"copy_gb_s": round(copy), "read_gb_s": round(read), "device": device}
+    name, (copy, read) = torch.cuda.get_device_name(), bandwidth()
+    print(f"{name}: copy {copy:,.0f} GB/s, read {read:,.0f} GB/s", flush=True)
+    same = {"copy_gb_s": round(copy), "read_gb_s": round(read), "device": name}
     same |= {"triton": importlib.import_module("triton").__version__}
 
     def add(kind: str, name: str, case: str, us: float, size: int, **more) -> None:

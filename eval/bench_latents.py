@@ -33,6 +33,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from qkvcache import CompressedCache
 from qkvcache.latents import reference
+from qkvcache.latents.attention import ExpandedKV
 from qkvcache.releases import passing
 
 SECTIONS = ("decode", "chosen", "step", "indexed")
@@ -66,8 +67,8 @@ def latents(config: DeepseekV3Config, rows: int, tokens: int) -> tuple[Tensor, T
 class Bench:
     """One attention layer, and a step's query."""
 
-    def __init__(self, tiny: bool, rows: int, tokens: int):
-        self.config, self.rows, self.tokens = config_of(tiny), rows, tokens
+    def __init__(self, tiny: bool, rows: int, tokens: int, heads: int = 128):
+        self.config, self.rows, self.tokens = config_of(tiny, heads), rows, tokens
         torch.manual_seed(0)
         with torch.device(device()):
             self.module = DeepseekV3Attention(self.config, 0).to(DTYPE).eval()
@@ -87,10 +88,14 @@ class Bench:
         ranks = torch.rand(self.rows, 1, 1, self.tokens, device=device(), generator=torch.Generator(device()).manual_seed(0))
         return ranks >= ranks.topk(chosen).values[..., -1:]
 
-    def ours(self, format: str, chosen: int | None = None, masked: bool = False) -> dict:
+    def keys(self, format: str) -> tuple[ExpandedKV, int]:
+        """The keys of all tokens, and the bytes that the layer holds."""
         cache = self.filled(format)
-        keys, values = self.module.expand_kv(*cache.update(*(x[:, :, -1:] for x in latents(self.config, self.rows, self.tokens)), 0))
-        nbytes = sum(x.numel() * x.itemsize for _, x in cache.layers[0].tensors())
+        keys, _ = self.module.expand_kv(*cache.update(*(x[:, :, -1:] for x in latents(self.config, self.rows, self.tokens)), 0))
+        return keys, sum(x.numel() * x.itemsize for _, x in cache.layers[0].tensors())
+
+    def ours(self, format: str, chosen: int | None = None, masked: bool = False) -> dict:
+        keys, nbytes = self.keys(format)
         keys.expansion.chosen, mask = None if masked else chosen, self.mask(chosen)
         found = {"us": time_us(lambda: keys.attend(self.query, mask, scaling=self.scaling))}
         return found | {"bytes_per_token": nbytes / self.rows / self.tokens}

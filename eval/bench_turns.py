@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from gpu import fill, let_go, milliseconds, queued_us, random_llama
+from gpu import bf16, fill, let_go, milliseconds, queued_us, random_llama
 from harness import Table, in_time, note, outcome, parser_of, picture, run_or_show
 from palette import format_color
 from torch import Tensor
@@ -76,10 +76,6 @@ def turn(model: PreTrainedModel, name: str, rows: int, queries: int) -> dict:
     return {"cache": name, "rows": rows, "new": queries} | found
 
 
-def bf16(*shape: int) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-
-
 def dense_attention(rows: int, queries: int, config: LlamaConfig) -> dict:
     """The fastest of torch's, of any backend and grouping."""
     heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -101,18 +97,23 @@ def dense_attention(rows: int, queries: int, config: LlamaConfig) -> dict:
     return {"cache": SDPA, "backend": best, "rows": rows, "new": queries, "us": found[best]}
 
 
-def compressed_attention(format: str, rows: int, queries: int, config: LlamaConfig) -> dict:
+def causal_step(format: str, rows: int, queries: int, config: LlamaConfig, past: int = PAST) -> Callable[[], Tensor]:
+    """The attention of new tokens over a past and themselves, on the path that a cache takes."""
     cache = CompressedCache(config, format=format)
-    fill(cache, config, rows, PAST, layers=1)
+    fill(cache, config, rows, past, layers=1)
     key, value = (bf16(rows, config.num_key_value_heads, queries, config.head_dim) for _ in "kv")
     query = bf16(rows, config.num_attention_heads, queries, config.head_dim)
     inputs = cache.update(key, value, 0)[0].attention_inputs
 
-    def attend() -> object:
+    def attend() -> Tensor:
         in_chunks = path_of("sdpa", query, inputs) == "chunks"
-        return attend_chunked(query, inputs) if in_chunks else attend_on_codes(query, inputs, causal=True)
+        return attend_chunked(query, inputs)[0] if in_chunks else attend_on_codes(query, inputs, causal=True)
 
-    return {"cache": format, "rows": rows, "new": queries, "us": queued_us(attend)}
+    return attend
+
+
+def compressed_attention(format: str, rows: int, queries: int, config: LlamaConfig) -> dict:
+    return {"cache": format, "rows": rows, "new": queries, "us": queued_us(causal_step(format, rows, queries, config))}
 
 
 def prefix(model: PreTrainedModel, format: str) -> dict:

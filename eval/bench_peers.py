@@ -1,0 +1,120 @@
+"""Attention of one layer by kernels of FlashInfer and torch beside ours, in one run; rows in eval/results/peers_speed.jsonl.
+
+    python eval/bench_peers.py [--sections decode latents new]     measures on a GPU, prints the tables, writes the rows
+    python eval/bench_peers.py --tiny            tiny shapes on any device, to try the script
+    python eval/bench_peers.py --markdown        the tables of the documentation, from the rows: needs no GPU
+
+decode   one query of each row, 32 query heads over 8 KV heads of 128 channels. Ours has 4 + 96 exact tokens on top.
+latents  one query of each row over latents of 512 + 64 channels (DeepSeek-V3), from absorbed queries to sums of latents: no side is timed
+         with the projections.
+new      causal attention of new tokens over a past and themselves, heads as above. Ours takes the path that a cache takes; SDPA has no
+         mask, which for the last of many tokens spares it nearly nothing.
+
+GPU time, by replays of a CUDA graph over sets of random data in turn, together larger than the L2 cache; medians. Pages of FlashInfer have
+64 tokens and lie in their order. What it compiles, and plans on the host, is not timed. Before a peer is timed, its output is compared with
+SDPA in fp32 on the same numbers. Floor: the time in which the GPU copies as many bytes as the codes, or the keys and values, have.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from operator import itemgetter
+
+import torch
+from bench_kernels import bandwidth, code_bytes, payloads, sdpa_us
+from bench_latents import Bench
+from bench_turns import causal_step
+from flashinfer_kernels import DIM, KV_HEADS, PEERS, Case, check
+from gpu import LLAMA, bf16, device, graph_us, let_go
+from harness import Table, device_name, in_time, note, outcome, parser_of, pivot, run_or_show
+from torch import Tensor
+from transformers import LlamaConfig
+
+from qkvcache.kernels import attend_on_codes
+from qkvcache.latents.dispatch import attend_latents
+
+SHARED = ("int8", "turboquant_4bit_nc", "nvfp4", "identity")
+FORMATS = {"decode": (*SHARED, "hadaquant_k3v3", "hadaquant_k2v2"), "latents": SHARED, "new": SHARED[:2]}
+SDPA = "best SDPA, bf16"
+CASES = {
+    "decode": [Case("decode", *size) for size in ((128, 2048), (256, 512), (32, 4096), (8, 32768), (1, 32768), (8, 131072))],
+    "latents": [Case("latents", *size, heads=heads) for heads in (128, 16) for size in ((8, 32768), (1, 32768), (64, 4096))],
+    "new": [Case("new", rows, 32768 + n, n) for rows, sizes in ((8, (16, 64, 128, 512)), (1, (64, 128, 512, 2048))) for n in sizes],
+}
+TINY = {"decode": [Case("decode", 2, 300)], "latents": [Case("latents", 2, 300, heads=4)], "new": [Case("new", 2, 316, 16)]}
+
+
+def attention(case: Case, name: str, tiny: bool) -> tuple[Callable[[], Tensor], int]:
+    """Attention to random data, and the bytes of the codes, or of the keys and values."""
+    section, rows, tokens, queries, heads = case
+    if name in PEERS[section]:
+        prepare, *options = PEERS[section][name]
+        query, *pages = case.data(options[-1])
+        return functools.partial(prepare(case, *options), query, *pages), sum(x.nbytes for x in pages)
+    if section == "latents":
+        bench = Bench(tiny, rows, tokens, heads)
+        keys, nbytes = bench.keys(name)
+        query = keys.expansion.absorbed(bench.query)
+        return functools.partial(attend_latents, query, keys.expansion.inputs, scaling=bench.scaling), nbytes
+    if section == "new":
+        step = causal_step(name, rows, queries, LlamaConfig(**LLAMA), tokens - queries)
+        return step, code_bytes(name, rows, KV_HEADS, tokens - queries, DIM)
+    inputs = payloads(name, rows, KV_HEADS, tokens, DIM)[0]
+    return functools.partial(attend_on_codes, bf16(rows, heads, 1, DIM), inputs), code_bytes(name, rows, KV_HEADS, tokens, DIM)
+
+
+def timed(case: Case, name: str, tiny: bool) -> dict:
+    if name == SDPA:
+        us, backend = sdpa_us(case.rows, case.heads, KV_HEADS, case.tokens, DIM, case.queries)
+        return {"us": us, "bytes": code_bytes("identity", case.rows, KV_HEADS, case.tokens, DIM), "backend": backend}
+    if name in PEERS[case.section]:
+        check(name, case._replace(rows=2, tokens=min(case.tokens, 1000), queries=min(case.queries, 128)))
+    tokens = case.rows * case.tokens  # 32,768 in two bits have a third of the bytes of the L2 cache of an H200
+    calls = [attention(case, name, tiny) for _ in range(1 if tiny or tokens >= 2**20 else 8 if tokens < 2**17 else 2)]
+    return {"us": graph_us([call for call, _ in calls]), "bytes": calls[0][1]}
+
+
+def tasks(args: Namespace) -> Iterator[tuple[Case, str]]:
+    """Cases with the names of formats and of peers."""
+    for section in args.sections:
+        for case in (TINY if args.tiny else CASES)[section]:
+            yield from ((case, name) for name in (*FORMATS[section], *[SDPA][: section != "latents"], *PEERS[section]))
+
+
+@torch.no_grad()
+def measure(args: Namespace) -> None:
+    """Rows of the sections. What fails has a row that says so."""
+    copy = bandwidth()[0]
+    same = {"copy_gb_s": round(copy), "tiny": args.tiny, "device": device_name(device())}
+    same |= {name: importlib.import_module(name).__version__ for name in ("triton", "flashinfer") if importlib.util.find_spec(name)}
+    for case, name in in_time(tasks(args), args.minutes):
+        let_go()
+        row = {"case": str(case), "name": name} | outcome(functools.partial(timed, case, name, args.tiny)) | same
+        row |= {"floor_us": row["bytes"] / copy / 1e3} if "bytes" in row else {}
+        note(args.out, case.section, row, "case", "name", "tiny", "device")
+
+
+def cell(row: dict) -> str:
+    return "failed" if "failed" in row else f"{row['us']:,.0f} / {row['floor_us']:,.0f}"
+
+
+def tables(rows: list[dict]) -> Iterator[Table]:
+    """A table for each section that has rows, of each device."""
+    for place in dict.fromkeys((row["device"], row["what"], row["tiny"]) for row in rows):
+        found = [row for row in rows if (row["device"], row["what"], row["tiny"]) == place]
+        yield replace(pivot(found, itemgetter("name"), itemgetter("case"), cell), title=f"{place[0]}, {place[1]}: us / floor")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__, "peers_speed")
+    parser.add_argument("--sections", nargs="+", choices=CASES, default=[*CASES])
+    parser.add_argument("--tiny", action="store_true")
+    run_or_show(parser, parser.parse_args(arguments), measure, "", tables)
+
+
+if __name__ == "__main__":
+    main()
