@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from qkvcache import CombinedCache, CompressedCache, H2OCache, SinkCache, SlidingWindowCache
+from qkvcache.evict.policies import base
+from qkvcache.evict.policies.budget import LEAST_OF_SHARE
 from qkvcache.policies import (
     H2O,
     REGISTRY,
@@ -199,12 +201,14 @@ def test_policies_are_frozen_and_named():
         assert dataclasses.replace(KeyDiff(budget=64), budget=32).budget == 32
 
 
-@pytest.mark.parametrize(("seen", "size"), [(0, 4), (1, 4), (9, 4), (10, 5), (29, 6), (30, 7), (1000, 104)])
-def test_budgets_grow_by_whole_tokens(seen, size):
+@pytest.mark.parametrize(("seen", "size"), [(0, 4), (1, 4), (9, 4), (10, 5), (29, 6), (30, 7), (610, 65), (1000, 104)])
+def test_budgets_grow_by_whole_tokens(seen, size, monkeypatch):
     budget = Budget(4, 0.1)
     assert budget.size(seen) == int(budget.size(torch.tensor([[seen]]))) == size
     policy = H2O(budget=budget, recent=3, num_sink_tokens=6, interval=1)
-    assert policy.size(budget, seen) == int(policy.size(budget, torch.tensor([seen]))) == max(size, 10)
+    for least in (8, LEAST_OF_SHARE):
+        monkeypatch.setattr(base, "LEAST_OF_SHARE", least)
+        assert policy.size(budget, seen) == int(policy.size(budget, torch.tensor([seen]))) == max(size, least, 10)
 
 
 @pytest.mark.parametrize(("budget", "interval"), [(64, 1), (128, 1), (256, 2), (1024, 8), (4096, 32), (8192, 64), (10**5, 64)])

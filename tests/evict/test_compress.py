@@ -124,7 +124,7 @@ def test_heads_of_all_layers_share_their_budgets(alpha, own, format):
 
 def test_budgets_that_grow_keep_the_weights_of_heads():
     """And copies of rows have them."""
-    network, policy, ids = model("llama"), kvzip(budget=0.5, chunk_size=20, alpha_safeguard=0.2), text(2, 60)
+    network, policy, ids = model("llama"), kvzip(budget=0.5, chunk_size=20, alpha_safeguard=0.2, interval=1), text(2, 60)
     cache = compressed(network, ids[:, :LENGTH], policy, format="int8", residual_length=3)
     weights = [layer.storage.metadata.head_weights for layer in cache.layers]
     assert len(torch.cat(weights, dim=1).unique()) > 6

@@ -17,6 +17,7 @@ from torch import Tensor
 from .budget import (
     INTERVAL_OF_SHARE,
     LEAST,
+    LEAST_OF_SHARE,
     Budget,
     Count,
     budgets_of,
@@ -91,7 +92,7 @@ class Policy:
     """The base of policies, with the options that every policy has.
 
     Args:
-        budget: tokens (int), or share of the tokens seen (float below 1; never under 8 tokens). A `Budget` has both, and
+        budget: tokens (int), or share of the tokens seen (float below 1; never under 64 tokens). A `Budget` has both, and
             a part for each head; a sequence has a budget for each full-attention layer (`HeadProfile.budget`). Beside a
             share, give `recent` in tokens: if it is a share too, only as many tokens stay exact as in the smallest budget.
         compression_ratio: kvpress' word for `budget=1 - compression_ratio`, the share of the tokens that is evicted.
@@ -219,7 +220,8 @@ class Policy:
         size = budget.size(seen)
         if not budget.share and not budget.heads:
             return size
-        least = max(LEAST, self.num_sink_tokens + (self.recent if isinstance(self.recent, int) else 0) + self.interval_of(budget))
+        smallest = LEAST_OF_SHARE if budget.share else LEAST
+        least = max(smallest, self.num_sink_tokens + (self.recent if isinstance(self.recent, int) else 0) + self.interval_of(budget))
         return max(size, least) if isinstance(size, int) else size.clamp_min(least)
 
     def interval_of(self, budget: Budget) -> int:

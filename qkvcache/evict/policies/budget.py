@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...formats.base import check_count
 
-LEAST = 8
-"""The smallest size of a budget that is a share, in tokens."""
+LEAST, LEAST_OF_SHARE = 8, 64
+"""The smallest sizes of a budget by head and of a share, in tokens. Tokens that stay exact are recent ones of the smallest size."""
 TOKENS_PER_INTERVAL, MOST_INTERVAL = 128, 64
 INTERVAL_OF_SHARE = 8
 """The least interval of a budget with a share, whose tokens are not known: an eviction takes as long as the rest of a decode step."""
