@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,6 +77,25 @@ def one_answer(network, format, folder) -> None:
     for _ in range(2):
         seen.run(turns, store=PrefixStore(network, max_bytes=2**24, directory=folder))
     assert seen.compared > 40
+
+
+class Waiting:
+    """A scheduler with three waiting requests."""
+
+    def _get_waiting_candidates(self):
+        return [SimpleNamespace(request_id=name) for name in "abc"]
+
+
+@pytest.mark.parametrize(("read", "active", "candidates"), [(False, 1, 1), (False, 2, 0), (False, 3, 0), (True, 2, 3)])
+def test_a_request_begins_only_with_a_ring(read, active, candidates):
+    """An active request keeps its ring while transformers passes it over, for want of blocks, and takes waiting ones. Where rings are read,
+    a request without one reads its pages."""
+    from qkvcache.batching.transformers.scheduler import FairScheduling
+
+    scheduler = type("Scheduler", (FairScheduling, Waiting), {})()
+    scheduler.cache = SimpleNamespace(store=SimpleNamespace(rings=SimpleNamespace(read=read, count=2)), sessions=None)
+    scheduler.active_requests = {str(i): SimpleNamespace() for i in range(active)}
+    assert len(scheduler._get_waiting_candidates()) == candidates
 
 
 def test_what_cannot_be_reproducible_is_refused():
