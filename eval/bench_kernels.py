@@ -3,7 +3,8 @@
     python eval/bench_kernels.py [--quick]               measure, print a table, write eval/results/kernels.jsonl
     python eval/bench_kernels.py --markdown | --plot     the table of the documentation | kernels.png, from the rows: needs no GPU
 
-GPU time, by replays of a CUDA graph over two payloads in turn, together larger than the L2 cache (one, where one exceeds 2 GB); medians.
+GPU time, by replays of a CUDA graph over two payloads in turn, together larger than the L2 cache (one, where one exceeds 2 GB; two of
+2 bits at 1 x 32,768 have 36 MB, and fit); medians.
 Ratio: time of the better of flash and cuDNN attention on as many bf16 tokens / time of `attend_pages`, whole: its reduction, and 4 + 96
 exact tokens on top. Floor ratio: bytes of those bf16 tokens / bytes of the codes. Codes are random
 bytes; `tests/kernels` compare kernels with their references on a GPU, too.

@@ -12,7 +12,7 @@ new      causal attention of new tokens over a past and themselves, heads as abo
 
 GPU time, by replays of a CUDA graph over sets of random data in turn, together larger than the L2 cache; medians. Pages of FlashInfer have
 64 tokens and lie in their order. What it compiles, and plans on the host, is not timed. Before a peer is timed, its output is compared with
-SDPA in fp32 on the same numbers. Floor: the time in which the GPU copies as many bytes as the codes, or the keys and values, have.
+SDPA in fp32 on the same numbers. Floor: the bytes of the codes, or of the keys and values, over the bandwidth of a copy.
 """
 
 from __future__ import annotations

@@ -84,12 +84,12 @@ PEERS: dict[str, dict[str, tuple]] = {
     "latents": {f"FlashInfer MLA {backend}, bf16": (mla, backend, BF16) for backend in ("fa3", "fa2")},
     "new": {f"FlashInfer prefill {backend}, bf16": (prefill, backend, BF16) for backend in ("fa3", "fa2")},
 }
-"""By the section of their cases: the function, its options after the case."""
+"""Maps a section to its peers, by name: the function of each, and the arguments that the function takes after the case."""
 
 
 @functools.cache
 def check(name: str, case: Case) -> None:
-    """Raises ValueError where the output of a peer is not that of SDPA in fp32 on the same numbers."""
+    """Raises ValueError where the output of a peer differs from the output of SDPA in fp32 on the same numbers."""
     prepare, *options = PEERS[case.section][name]
     query, *pages = case.data(options[-1])
     out = prepare(case, *options)(query, *pages)

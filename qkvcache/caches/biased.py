@@ -13,12 +13,10 @@ from ..attention.padding import PlainAttention, await_attention
 from ..formats import Format
 from ..formats.centered import mean_energy
 from ..formats.outlying import FAR as OUTLYING
-from ..formats.outlying import Int8Keys, outlying
+from ..formats.outlying import MOST, Int8Keys, outlying
 
 LEAST = 16
 """The fewest tokens whose means are meaningful."""
-MOST = 1024
-"""The most tokens that are examined."""
 FAR = 16.0
 """The ratio of the means' energy to the spreads' energy above which keys count as biased. No head of the embedded model
 or of SmolLM2-135M exceeds 7; keys with biases of 20 to 100 times the spread in a few channels have 90 to 500."""

@@ -16,7 +16,8 @@ class Refusal:
 
     Args:
         wish: what a user wants to do, as a heading.
-        what, why, instead: the refused options, the reason, and what to do; `{cache.max_length}` is of the cache.
+        what, why, instead: the refused options, the reason, and what to do instead. `{cache.max_length}` stands for this attribute
+            of the cache.
         applies: whether a cache has these options. It is called before the layers are made.
         error: the class of the error.
     """

@@ -32,7 +32,7 @@ from .int8 import Int8
 FAR = 4.0
 """The ratio of the largest channel to all channels above which keys count as outlying."""
 LEAST, MOST = 64, 1024
-"""The fewest tokens of a row that tell, and the most that are looked at."""
+"""The fewest tokens of a row that tell, and the most that are examined."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Int8Keys(Format):
 @torch.no_grad()
 def outlying(keys: Tensor, is_valid: Tensor | None = None) -> float:
     """The root mean square of the largest channel of keys `[B, H, T, D]` after centring, over the root mean square of
-    all channels, in the row and head where it is largest; 0 if every row has fewer than `LEAST` tokens. Looks at the last `MOST` tokens.
+    all channels, in the row and head where it is largest; 0 if every row has fewer than `LEAST` tokens. Examines the last `MOST` tokens.
     `is_valid`: bool `[B, T]`, False for padding; None: no padding. Waits for the device."""
     if keys.shape[2] < LEAST:
         return 0.0

@@ -219,6 +219,13 @@ def test_intervals_by_themselves(budget, interval):
     assert H2O().interval_of(Budget(budget, 0.1)) == max(interval, 8)  # a share has no tokens to divide
 
 
+def test_recent_tokens_of_the_smallest_share_stay_exact(monkeypatch):
+    for least, exact in ((8, 1), (LEAST_OF_SHARE, 32), (1024, 64)):
+        monkeypatch.setattr(base, "LEAST_OF_SHARE", least)
+        cache = CompressedCache(model("llama").config, format="int8", policy=SnapKV(budget=0.5))
+        assert {layer.residual_length for layer in cache.layers} == {exact}
+
+
 def test_random_draws_are_uniform_and_fixed():
     """The same for a position wherever it lies; another in each head and for each seed."""
     positions = torch.arange(20_000, dtype=torch.int32).expand(1, 2, -1)
