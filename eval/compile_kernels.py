@@ -26,6 +26,7 @@ os.environ.pop("TRITON_INTERPRET", None)  # before anything imports triton
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from qkvcache.batching import triton_gather
 from qkvcache.evict import triton_replace, triton_rotate, triton_sum_attention
@@ -35,7 +36,7 @@ from qkvcache.evict.triton_sum_keys import sum_keys_kernel
 from qkvcache.formats import FP8, REGISTRY, HadaQuant, Int4, Int8, TurboQuant  # noqa: E402
 from qkvcache.formats.base import PackedLayout  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
-from qkvcache.kernels.attend.launches import OF_SHARED, TILES, launched
+from qkvcache.kernels.attend.launches import OF_SHARED, TILES, Launch, launched
 from qkvcache.kernels.attend.triton_attend import attend_kernel
 from qkvcache.kernels.attend.triton_join import reduce_kernel, rotate_kernel
 from qkvcache.kernels.attend.triton_tiles import attend_tiles_kernel
@@ -44,7 +45,7 @@ from qkvcache.kernels.pages import BLOCK  # noqa: E402
 from qkvcache.kernels.store import triton_dequantize, triton_store
 from qkvcache.kernels.store.reference import GATHER_TILE  # noqa: E402
 from qkvcache.kernels.work import TOGETHER  # noqa: E402
-from qkvcache.latents import triton_attend as triton_attend_latents
+from qkvcache.latents import gluon_attend, launches, triton_attend
 from qkvcache.latents.layer import LatentLayer
 from qkvcache.select import triton_fetch_blocks, triton_select_blocks
 from qkvcache.storage.paged import PAGE  # noqa: E402
@@ -163,11 +164,13 @@ def attention_in_tiles(format: str, head_dim: int, target: str, rows: int, varia
     return Job(name, attend_tiles_kernel, types, constants, target, options, may_spill=True)
 
 
-def attention_to_latents(format: str, target: str, rows: int = 128, variant: str = "") -> Job:
+def attention_to_latents(format: str, target: str, rows: int = 128, variant: str = "", launch: Launch | None = None) -> Job:
     arch = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
-    launch = triton_attend_latents.launched(arch, rows)
+    key = FORMATS[format].key.packed_layout
+    assert key
+    hopper, launch = launches.on_hopper(arch, key, 512), launch or launches.launched(arch, rows, key, 512)
     job, chosen = attention(format, 512, target, variant.replace("chosen", "")), variant == "chosen"
-    kernel = triton_attend_latents.attend_latents_kernel
+    kernel = gluon_attend.attend_latents_kernel if hopper else triton_attend.attend_latents_kernel
     rope = LatentLayer(FORMATS[format], latents=(512, 64)).codecs((512, 64))[1].packed_layout
     assert rope
     half = rope.kind == "half"
@@ -178,7 +181,7 @@ def attention_to_latents(format: str, target: str, rows: int = 128, variant: str
     types |= {"chosen": "*i32", "counts": "*i32"}
     constants = {name: x for name, x in job.constants.items() if name in names and name != "chosen"}
     constants |= {"VALUES": Side(rope, 64, False, _strides_of(rope, 64, "bf16")), "G": rows, "R": launch.rows, "T": launch.tile}
-    constants |= {"TX": launch.tile // 2, "MASK": chosen or job.constants["MASK"] != "none", "ARCH": arch}
+    constants |= {"TX": launch.tile // 2, "MASK": chosen or job.constants["MASK"] != "none", "ARCH": arch, "STAGES": launch.stages}
     constants = {name: x for name, x in (constants | {"CHOSEN": int(chosen)}).items() if name in names}
     name = " ".join(filter(None, [f"latents {format}", variant, f"{rows} rows"]))
     options: dict[str, object] = {"num_warps": launch.warps, "num_stages": 1}
@@ -208,8 +211,8 @@ def choosing(blocks: int, target: str) -> Job:
 
 def choosing_tokens(target: str) -> Job:
     types = {"mask": "*u8", "table": "*i64", "entries": "*i64"} | dict.fromkeys(("rows", "lengths", "index", "counts"), "*i32")
-    constants = {"PAGE": PAGE, "COUNTED": True, "N": triton_attend_latents.CHOSEN_FROM}
-    return Job("choose tokens", triton_attend_latents.choose_kernel, types, constants, target, {"num_warps": 16})
+    constants = {"PAGE": PAGE, "COUNTED": True, "N": launches.CHOSEN_FROM}
+    return Job("choose tokens", triton_attend.choose_kernel, types, constants, target, {"num_warps": 16})
 
 
 def fetching(target: str) -> Iterator[Job]:
@@ -231,10 +234,10 @@ def fetching(target: str) -> Iterator[Job]:
 
 
 def queries_of_latents(target: str) -> Job:
-    types = {"latent": "*bf16", "query": "*bf16", "order": "*i64", "rope_order": "*i64", "mean": "*fp32", "factors": "*fp32"}
-    types |= dict.fromkeys(("q_latent", "q_rope"), "*fp16") | dict.fromkeys(("scaling", "latent_unit", "rope_unit"), "fp32")
+    types = {"latent": "*bf16", "query": "*bf16", "order": "*i64", "rope_order": "*i64", "scaling": "fp32"}
+    types |= dict.fromkeys(("q_latent", "q_rope"), "*fp16") | dict.fromkeys(("weights", "mean", "factors"), "*fp32")
     constants = {"D": 512, "P": 64, "CENTERED": True}
-    return Job("queries of latents", triton_attend_latents.query_kernel, types, constants, target, {"num_warps": 1})
+    return Job("queries of latents", triton_attend.query_kernel, types, constants, target, {"num_warps": 1})
 
 
 def _strides_of(how: PackedLayout, head_dim: int, dtype: str) -> tuple[int, ...]:
@@ -501,7 +504,8 @@ def compiled(job: Job):
         for path, kind in _leaves(signature[name], (i,)):
             if kind.startswith("*") or strides_aligned(name) or name == "least":
                 attributes[path] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=job.kernel, signature=signature, constexprs=job.constants, attrs=attributes)
+    kind = GluonASTSource if job.kernel.is_gluon() else ASTSource
+    source = kind(fn=job.kernel, signature=signature, constexprs=job.constants, attrs=attributes)
     return triton.compile(source, target=TARGETS[job.target], options=job.options)
 
 

@@ -32,8 +32,8 @@ from .rotation import Hadamard, exact_dtype, number_of
 FEW = 64
 """The number of zero vectors that the mean of a channel includes if its spread equals its mean. 32 and 128 have the
 same errors."""
-BLOCK, BLOCK_ON_GPU = 2**20, 2**24
-"""Elements that are summed at a time: the bound on temporaries (8 MiB, and 128 MiB on a GPU, where launches are what small blocks cost)."""
+BLOCK = 2**20
+"""Elements that are summed at a time: the bound on temporaries, 8 MiB. Sums in fp64 convert what they sum beforehand, on GPUs too."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,7 @@ def _moments(x: Tensor, is_valid: Tensor | None) -> tuple[Tensor, Tensor, int | 
         shown = is_valid[:, None, :, None]
         x, count = x.masked_fill(~shown, 0), shown.sum(2, keepdim=True).clamp_min(1)
     exact = exact_dtype(x.device)
-    block = BLOCK if x.device.type == "cpu" else BLOCK_ON_GPU
-    tokens = x.shape[2] if torch.compiler.is_compiling() else max(block * x.shape[2] // max(x.numel(), 1), 1)
+    tokens = x.shape[2] if torch.compiler.is_compiling() else max(BLOCK * x.shape[2] // max(x.numel(), 1), 1)
     mean, square = (x.new_zeros(*x.shape[:2], 1, x.shape[3], dtype=exact) for _ in range(2))
     for part in x.split(tokens, dim=2):
         part = part.to(exact, copy=True)

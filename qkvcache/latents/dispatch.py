@@ -11,7 +11,7 @@ from ..kernels.host.handles import ORDER, inputs_of
 from ..kernels.host.ops import HANDLE, operator
 from . import reference
 
-KERNELS = ".latents.triton_attend"
+KERNELS = ".latents.launches"
 
 
 def attend_latents(

@@ -63,8 +63,8 @@ def assert_near(got, expected, limit):
 def kernels(monkeypatch):
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
     called = []
-    supports = dispatch.module(".latents.triton_attend").supports
-    module = dispatch.module(".latents.triton_attend")
+    supports = dispatch.module(".latents.launches").supports
+    module = dispatch.module(".latents.launches")
     monkeypatch.setattr(module, "supports", lambda *args: called.append(supports(*args)) or called[-1])
     yield called
     assert all(called) and called
@@ -137,7 +137,7 @@ def test_shapes(tokens, heads, count, rank, rope, kernels):
 )
 def test_chosen_tokens_are_gathered_in_the_kernel(format, count, most, options, kernels, monkeypatch):
     """Each query of each row reads others, some of them exact, and a query none that are quantized; two queries a launch."""
-    module = dispatch.module(".latents.triton_attend")
+    module = dispatch.module(".latents.launches")
     monkeypatch.setattr(module, "MOST_PARTIAL", 2 * 2 * 4 * 2 * 16 * RANK)
     monkeypatch.setattr(module, "CHOSEN_FROM", 64)  # several programs list them
     read = []

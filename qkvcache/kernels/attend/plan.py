@@ -22,7 +22,7 @@ from ..pages import BLOCK
 from ..segments import layout_of, planes_of
 from ..work import MOST_SPLITS, TOGETHER
 from . import launches as fused
-from .launches import Launch, architecture, in_tiles, launched, split, tiled
+from .launches import Launch, architecture, in_one_wave, in_tiles, launched, split, tiled
 from .reference import Options
 from .triton_attend import attend_kernel
 from .triton_join import reduce_kernel, rotate_kernel
@@ -293,7 +293,7 @@ class Plan:
         if launches.many:  # beside few long splits, the programs of the exact tokens are brief
             programs += launches.panels * (programs <= 8 * launches.panels)
         if self.tokens is None or launches.many:
-            splits = split(n_quantized, launches.panels, launches.tile, programs)
+            splits = (in_one_wave if launches.many else split)(n_quantized, launches.panels, launches.tile, programs)
         else:  # rows of different lengths: as many tokens to a split as if all were one row
             least = max(self.tokens * launches.heads * launches.blocks // programs, least)
             least = -(-least // launches.tile) * launches.tile

@@ -74,10 +74,10 @@ def reduce_kernel(
     VW: tl.constexpr = DV // V.per
     if V.group > 0:
         channel = place_of_channel
-    elif V.rotated:
+    elif V.rotated and DV != 1 << STAGES:
         channel = place_of_channel
         place_of_channel = channel % V.per * VW + channel // V.per
-    else:
+    else:  # a Hadamard transform of all channels may have them in this order: it turns each bit of their numbers alike
         channel = place_of_channel % VW * V.per + place_of_channel // VW
     top = tl.load(tops + base * 2)
     total = tl.zeros([], tl.float32)

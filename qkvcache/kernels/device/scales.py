@@ -20,11 +20,11 @@ def token_scale(X: tl.constexpr, ONCE: tl.constexpr, scales, slot):
     all tokens. The zero of the scale kind `hidden` counts steps of the code; the zero of `pair` is a value."""
     if X.scale == "fp32":
         scale = tl.load(scales + slot * (1 - ONCE))
-        zero = tl.where(slot < 0, scale, 0.0)
+        zero = (slot * 0).to(tl.float32)  # not of the scale, which is loaded: it would be waited for here
     elif X.scale == "fp16":  # two tokens to a word, since cp.async copies no less
         word = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot // 2)
         scale = _half(word >> ((slot & 1) * 16))
-        zero = tl.where(slot < 0, scale, 0.0)
+        zero = (slot * 0).to(tl.float32)
     elif X.scale == "pair":
         word = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot)
         scale = _half(word)

@@ -1,0 +1,596 @@
+"""`triton_attend.attend_latents_kernel` for Hopper's tensor cores, in Gluon: latents are the left operands of both products.
+
+Tokens are the rows of the first product (scores^T = K q^T) and channels the rows of the second (output^T = V^T p^T). A program copies the
+codes of a tile to shared memory once. Both products read them from there into the registers of their left operand, the second one
+transposed, which ldmatrix does at no cost, and unpack them there: dequantized latents are never stored. Each group of four warps has all
+tokens and channels for query rows of its own. Scales of tokens multiply scores, and join the exponent of weights, as in
+`kernels/attend/triton_attend.py`.
+
+Shapes of tiles: T tokens, R query rows, D channels of a latent, P of a rotated key. X, K and V are the `PackedLayout` of codecs."""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from ..formats.base import PackedLayout
+from ..kernels.attend.triton_attend import (
+    RING_START,
+    RING_TOKENS,
+    SINKS,
+    _sums_weights,
+    entry_of,
+    exact_columns,
+    head_of,
+    page_of,
+    tokens_of_split,
+)
+from ..kernels.device.math import MASKED_SCORE, exp2, inverse, log2
+from ..kernels.device.scales import token_scale
+from ..kernels.device.unpack import offset_of, plane_offset, unit_of, unpack
+
+EXACT_LAYOUT = gl.constexpr(PackedLayout("half"))
+SPAN = gl.constexpr(32)
+"""Words that are loaded at once, the most in a row of shared memory that is not divided."""
+
+
+_RAISED = gl.constexpr("""{
+.reg .b32 x;
+xor.b32 x, $2, 0x80808080;
+prmt.b32 $0, x, 0x64646464, 0x4240;
+prmt.b32 $1, x, 0x64646464, 0x4341;
+}""")
+"""Two words of int8 codes to the fp16 numbers 1152 + n, which spares keys a subtraction: the difference is exact, and taken from scores.
+Sums of values over many tokens would lose too many bits to it."""
+
+
+@gluon.constexpr_function
+def _key_offset(layout) -> float:
+    """`offset_of` numbers of keys, as `_keys` returns them."""
+    return 1152.0 if layout.kind == "int8" else offset_of(layout)
+
+
+@gluon.jit
+def _keys(X: gl.constexpr, low, high, ARCH: gl.constexpr):
+    """`unpack`, but for the offset of int8."""
+    KIND: gl.constexpr = X.kind
+    if KIND == "int8":
+        return tl.inline_asm_elementwise(_RAISED, "=&r,=&r,r", [low], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+    else:
+        return unpack(KIND, low, high, low, ARCH)
+
+
+@gluon.constexpr_function
+def _products(warps: int, groups: int, rows: int):
+    """The layout of both products: `groups` groups of warps have query rows of their own."""
+    return gl.NVMMADistributedLayout([3, 0], [warps // groups, groups], [16, rows // groups, 16])
+
+
+@gluon.constexpr_function
+def _copied(words: int, warps: int):
+    """The layout in which rows of `words` words of 16 bits are copied."""
+    lanes = min(32, words // 8)
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _in_shared(words: int):
+    """The layout of rows of `words` words of 16 bits in shared memory."""
+    return gl.SwizzledSharedLayout(8, max(1, 64 // words), min(8, words // 8), [1, 0])
+
+
+@gluon.constexpr_function
+def words_of_piece(layout, dim: int) -> int:
+    """Words of a piece of keys, of which all planes are in registers at a time."""
+    return min(max(64 // layout.per, 16), 32, dim // layout.per)
+
+
+@gluon.constexpr_function
+def tokens_of_piece(layout, tokens: int) -> int:
+    """Tokens of a piece of values, of which all planes are in registers at a time."""
+    return min(tokens, max(64 // layout.per, 16))
+
+
+@gluon.jit
+def _halves(x, LAYOUT: gl.constexpr):
+    """The first and the second half of the columns of `x`, [T, N]."""
+    T: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    first, second = gl.split(gl.permute(gl.reshape(x, [T, 2, N // 2]), (0, 2, 1)))
+    return gl.convert_layout(first, LAYOUT), gl.convert_layout(second, LAYOUT)
+
+
+@gluon.jit
+def _divided(x, N: gl.constexpr, LAYOUT: gl.constexpr):
+    """The columns of `x` in N pieces, a tuple: N is 1, 2 or 4."""
+    if N == 1:
+        return (x,)
+    elif N == 2:
+        first, second = _halves(x, LAYOUT)
+        return (first, second)
+    else:
+        first, second = _halves(x, LAYOUT)
+        a, b = _halves(first, LAYOUT)
+        c, d = _halves(second, LAYOUT)
+        return (a, b, c, d)
+
+
+@gluon.jit
+def _words(
+    X: gl.constexpr, codes, high, t: gl.constexpr, tokens: gl.constexpr, w: gl.constexpr, words: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """Codes and high bits, `words` words from word `w` on of `tokens` tokens from token `t` on, as the left operand of a product."""
+    A: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+    low = codes.slice(t, tokens, 0).slice(w, words, 1).load(A)
+    if X.high > 1:
+        return low, high.slice(t, tokens, 0).slice(w, words, 1).load(A)
+    else:
+        return low, low
+
+
+@gluon.jit
+def _transposed_words(
+    X: gl.constexpr, codes, high, t: gl.constexpr, tokens: gl.constexpr, w: gl.constexpr, words: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """`_words`, transposed."""
+    A: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+    low = codes.slice(t, tokens, 0).slice(w, words, 1).permute((1, 0)).load(A)
+    if X.high > 1:
+        return low, high.slice(t, tokens, 0).slice(w, words, 1).permute((1, 0)).load(A)
+    else:
+        return low, low
+
+
+@gluon.jit
+def _scores(X: gl.constexpr, D: gl.constexpr, codes, high, q, s, FIRST: gl.constexpr, ARCH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Adds the product of a tile of keys with queries to `s`, fp32 [T, R], which counts as 0 with FIRST, and returns it.
+
+    codes, high   shared [T, words]          q   shared [pieces, R, words of a piece]: piece after piece of words, of each all planes"""
+    PER: gl.constexpr = X.per
+    T: gl.constexpr = codes.shape[0]
+    WORDS: gl.constexpr = D // PER
+    PIECE: gl.constexpr = words_of_piece(X, D)
+    WIDE: gl.constexpr = min(SPAN, WORDS)
+    COUNT: gl.constexpr = WORDS // WIDE
+    EACH: gl.constexpr = WIDE // PIECE
+    A: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+    in_flight = ()
+    low, h = _words(X, codes, high, 0, T, 0, WIDE, LAYOUT)
+    for c in gl.static_range(COUNT):
+        lows = _divided(low, EACH, A)
+        highs = _divided(h, EACH, A)
+        if c + 1 < COUNT:  # before the words here are unpacked, which would wait for them else
+            low, h = _words(X, codes, high, 0, T, (c + 1) * WIDE, WIDE, LAYOUT)
+        for j in gl.static_range(EACH):
+            planes = _keys(X, lows[j], highs[j], ARCH)
+            for i in gl.static_range(PER):
+                of_piece = q.index((c * EACH + j) * PER + i).permute((1, 0))
+                s = warpgroup_mma(planes[i], of_piece, s, use_acc=not FIRST or c + j + i > 0, is_async=True)
+            if c + j > 0:  # registers of operands are free once their product is done
+                warpgroup_mma_wait(PER, deps=in_flight)
+            in_flight = planes
+    return warpgroup_mma_wait(0, deps=(s,))
+
+
+@gluon.jit
+def _weighed(X: gl.constexpr, D: gl.constexpr, codes, high, low, h, p, acc, ARCH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Adds the product of a tile of values with weights `p`, shared [T, R], to `acc`: a tuple of fp32 [M, R], the planes of M words after
+    the planes of the M words before. Returns it, complete. `low`, `h`: from `_first_values`."""
+    PER: gl.constexpr = X.per
+    KIND: gl.constexpr = X.kind
+    T: gl.constexpr = codes.shape[0]
+    M: gl.constexpr = 16 * LAYOUT.warps_per_cta[0]
+    COUNT: gl.constexpr = D // PER // M
+    TOKENS: gl.constexpr = tokens_of_piece(X, T)
+    in_flight = ()
+    for t in gl.static_range(T // TOKENS):
+        new = ()
+        for c in gl.static_range(COUNT):
+            here, here_h = low, h
+            if c + 1 < COUNT:
+                low, h = _transposed_words(X, codes, high, t * TOKENS, TOKENS, (c + 1) * M, M, LAYOUT)
+            elif (t + 1) * TOKENS < T:
+                low, h = _transposed_words(X, codes, high, (t + 1) * TOKENS, TOKENS, 0, M, LAYOUT)
+            planes = unpack(KIND, here, here_h, here, ARCH)
+            for i in gl.static_range(PER):
+                new = new + (warpgroup_mma(planes[i], p.slice(t * TOKENS, TOKENS, 0), acc[c * PER + i], is_async=True),)
+            if t + c > 0:
+                warpgroup_mma_wait(PER, deps=in_flight)
+            in_flight = planes
+        acc = new
+    return warpgroup_mma_wait(0, deps=acc)
+
+
+@gluon.jit
+def _first_values(X: gl.constexpr, codes, high, LAYOUT: gl.constexpr):
+    """What `_weighed` unpacks first."""
+    return _transposed_words(X, codes, high, 0, tokens_of_piece(X, codes.shape[0]), 0, 16 * LAYOUT.warps_per_cta[0], LAYOUT)
+
+
+@gluon.jit
+def _of_thread(x):
+    """Sums over the tokens of `x`, fp32 [T, R], that a thread holds: [T / 16, 8, R]."""
+    T: gl.constexpr = x.shape[0]
+    R: gl.constexpr = x.shape[1]
+    return gl.sum(gl.reshape(x, [T // 16, 2, 8, R]), 1)
+
+
+@gluon.jit
+def _shrunk(x, shrink):
+    """Sums `x` as `_of_thread` returns them, times `shrink`, fp32 [R]."""
+    LAYOUT: gl.constexpr = x.type.layout
+    return x * gl.convert_layout(shrink, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+
+
+@gluon.jit
+def _of_all(x, LAYOUT: gl.constexpr):
+    """The sums over all tokens, fp32 [R]."""
+    return gl.convert_layout(gl.sum(gl.sum(x, 0), 0), LAYOUT)
+
+
+@gluon.jit
+def _hides_any(mask, begin, end, mask_stride):
+    """`hides_any` of `kernels/attend/triton_attend.py`."""
+    i = gl.arange(0, 1024, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    hidden = gl.full([1024], 0, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    for at in range(begin, end, 1024):
+        shown = gl.load(mask + (at + i) * mask_stride, mask=at + i < end, other=1)
+        hidden = gl.maximum(hidden, (shown == 0).to(gl.int32))
+    return gl.max(hidden, 0) != 0
+
+
+@gluon.jit
+def _token_of(chosen, place, CHOSEN: gl.constexpr):
+    """The tokens at `place`, int [T], among those that are read: their indices in the row's pages."""
+    if CHOSEN:
+        return gl.load(chosen + place)
+    else:
+        return place
+
+
+@gluon.jit
+def _entry(table, begin, end, PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):
+    """The entry of the page of the token `begin`, or of the last one before `end`; with CHOSEN, tokens have entries of their own."""
+    if CHOSEN:
+        return begin.to(gl.int64)
+    else:
+        return entry_of(table, gl.minimum(begin, end - 1), True, PAGE, BASE)
+
+
+@gluon.jit
+def _copy(X: gl.constexpr, D: gl.constexpr, head, STRIDES: gl.constexpr, codes, high, table, entry, chosen, begin, end,
+          PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):  # fmt: skip
+    """Copies what is stored of the tokens `begin` to `end`, T at most, to `codes` and `high`, shared [T, words]; those beyond repeat the
+    last. `head`: of the first page, from `head_of`; `entry`: of their page, from `_entry`."""
+    T: gl.constexpr = codes.shape[0]
+    WORDS: gl.constexpr = D // X.per
+    LAYOUT: gl.constexpr = _copied(WORDS, gl.num_warps())
+    t = gl.arange(0, T, gl.SliceLayout(1, LAYOUT))
+    w = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
+    place = gl.minimum(begin + t, end - 1)
+    token = _token_of(chosen, place, CHOSEN)
+    WHOLE: gl.constexpr = T <= PAGE and not CHOSEN
+    if not WHOLE:
+        entry = entry_of(table, place, place >= 0, CHOSEN if CHOSEN else PAGE, BASE)
+    words, bits, _ = page_of(X, D, True, head, STRIDES, entry, 0)
+    at = gl.max_contiguous(gl.multiple_of((token % PAGE * WORDS)[:, None] + w[None, :], [1, 8]), [1, 8])
+    async_copy.async_copy_global_to_shared(codes, (words if WHOLE else words[:, None]) + at)
+    if X.high > 1:
+        async_copy.async_copy_global_to_shared(high, (bits if WHOLE else bits[:, None]) + at)
+
+
+@gluon.jit
+def _scales(X: gl.constexpr, D: gl.constexpr, ONCE: gl.constexpr, head, STRIDES: gl.constexpr, table, entry, chosen, begin, end,
+            T: gl.constexpr, PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+    """Scale and zero of the tokens from `begin` on, fp32 [T] each."""
+    place = gl.minimum(begin + gl.arange(0, T, LAYOUT), end - 1)
+    if X.scale == "none":
+        return gl.full([T], 1.0, gl.float32, LAYOUT), gl.full([T], 0.0, gl.float32, LAYOUT)
+    else:
+        token = _token_of(chosen, place, CHOSEN)
+        if T > PAGE or CHOSEN:
+            entry = entry_of(table, place, place >= 0, CHOSEN if CHOSEN else PAGE, BASE)
+        _, _, scales = page_of(X, D, ONCE, head, STRIDES, entry, 0)
+        return token_scale(X, ONCE, scales, token % PAGE)
+
+
+@gluon.jit
+def _load_queries(q, query, rows, first: gl.constexpr):
+    """Copies pieces of queries, from channel `first` on of the rows that begin at `rows`, int64 [R], to `q`, shared [pieces, R, channels
+    of a piece]."""
+    PIECES: gl.constexpr = q.shape[0]
+    WIDTH: gl.constexpr = q.shape[2]
+    LAYOUT: gl.constexpr = _copied(WIDTH, gl.num_warps())
+    d = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    at = query + gl.convert_layout(rows, gl.SliceLayout(1, LAYOUT))[:, None] + first + d[None, :]
+    for i in gl.static_range(PIECES):
+        q.index(i).store(gl.load(at + i * WIDTH))
+
+
+@gluon.jit
+def _load_exact(codes, tokens, stride, begin, slots, oldest_slot, count, RING: gl.constexpr):
+    """Copies the exact tokens in the slots from `begin` on to `codes`, shared [T, channels]; arguments as in `exact_columns`."""
+    LAYOUT: gl.constexpr = _copied(codes.shape[1], gl.num_warps())
+    at = begin + gl.arange(0, codes.shape[0], gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, codes.shape[1], gl.SliceLayout(0, LAYOUT))
+    valid, _ = exact_columns(at, slots, 0, oldest_slot, count, RING)
+    codes.store(gl.load(tokens + at[:, None] * stride + d[None, :], mask=valid[:, None], other=0.0))
+
+
+@gluon.jit
+def _rescaled(acc, shrink):
+    """A tuple of fp32 [M, R], times `shrink`, fp32 [R]."""
+    new = ()
+    COUNT: gl.constexpr = len(acc)
+    for i in gl.static_range(COUNT):
+        new = new + (acc[i] * shrink[None, :],)
+    return new
+
+
+@gluon.jit
+def _exact_tiles(
+    D: gl.constexpr, P: gl.constexpr, MASK: gl.constexpr, ARCH: gl.constexpr, RING: gl.constexpr, LAYOUT: gl.constexpr,
+    state, q, q_rope, codes, rope_codes, p, scaling, latents, latent_stride, ropes, rope_stride, slots, start, newest, mask, mask_stride,
+    oldest_slot, count,
+):  # fmt: skip
+    """Adds tokens in the model's dtype to `state`: running maximum, fp32 [R], normaliser, as `_of_thread`, and output, as in `_weighed`.
+    Returns it. Arguments as in `triton_attend._exact_tiles`; `q`, `q_rope`, `codes`, `rope_codes` and `p` are shared."""
+    X: gl.constexpr = EXACT_LAYOUT
+    m, l, acc = state
+    T: gl.constexpr = codes.shape[0]
+    t = gl.arange(0, T, gl.SliceLayout(1, LAYOUT))
+    for begin in range(0, slots, T):
+        _load_exact(codes, latents, latent_stride, begin, slots, oldest_slot, count, RING)
+        _load_exact(rope_codes, ropes, rope_stride, begin, slots, oldest_slot, count, RING)
+        valid, column = exact_columns(begin + t, slots, start, oldest_slot, count, RING)
+        s = _scores(X, P, rope_codes, rope_codes, q_rope, gl.full([T, p.shape[1]], 0.0, gl.float32, LAYOUT), True, ARCH, LAYOUT)
+        s = _scores(X, D, codes, codes, q, s, False, ARCH, LAYOUT) * scaling
+        if MASK:
+            valid = valid & (gl.load(mask + column * mask_stride, mask=valid, other=0) != 0)
+        s = gl.where(valid[:, None] & (column[:, None] <= newest[None, :]), s, float("-inf"))
+        top = gl.maximum(m, gl.max(s, 0))
+        shrink = exp2(m - top, ARCH)
+        w = exp2(s - top[None, :], ARCH)
+        m = top
+        l = _shrunk(l, shrink) + _of_thread(w)
+        p.store(w.to(p.dtype))
+        fence_async_shared()
+        low, h = _first_values(X, codes, codes, LAYOUT)
+        acc = _weighed(X, D, codes, codes, low, h, p, _rescaled(acc, shrink), ARCH, LAYOUT)
+    return m, l, acc
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "scaling", "n_sinks", "n_quantized", "n_residual", "least", "queries", "table_b", "rows_b", "lengths_b", "mask_b", "mask_q",
+        "mask_t",
+    ]
+)  # fmt: skip
+def attend_latents_kernel(
+    query, q_latent, q_rope, factors, table, chosen, counts, rows, lengths, k_planes, v_planes, exact, mask, part, tops,
+    query_strides, table_b, rows_b, lengths_b, mask_b, mask_q, mask_t, scaling, n_sinks, n_quantized, n_residual, least, queries,
+    KEYS: gl.constexpr, VALUES: gl.constexpr, PAGES: gl.constexpr, G: gl.constexpr, R: gl.constexpr, T: gl.constexpr,
+    MASK: gl.constexpr, CAUSAL: gl.constexpr, ARCH: gl.constexpr, EXACT: gl.constexpr, CHOSEN: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """As `triton_attend.attend_latents_kernel`, but for this:
+
+    q_latent, q_rope   channels in the order of `_scores`: piece after piece of words, of each plane after plane
+    factors        fp32 [B, G * queries, 4]: of the scores, to base 2, the product with the mean of latents, and the sums of `q_latent` and
+                   of `q_rope`
+    STAGES         tiles of codes in shared memory
+    """
+    COUNTED: gl.constexpr = rows is not None
+    K: gl.constexpr = KEYS.layout
+    V: gl.constexpr = VALUES.layout
+    D: gl.constexpr = KEYS.dim
+    P: gl.constexpr = VALUES.dim
+    PAGE: gl.constexpr = PAGES[0]
+    BASE: gl.constexpr = PAGES[1]
+    K_ONCE: gl.constexpr = KEYS.once
+    V_ONCE: gl.constexpr = VALUES.once
+    K_STRIDES: gl.constexpr = KEYS.strides
+    V_STRIDES: gl.constexpr = VALUES.strides
+    LAYOUT: gl.constexpr = _products(gl.num_warps(), 16 * gl.num_warps() // T, R)
+    OF_ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    OF_TOKEN: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    M: gl.constexpr = 16 * LAYOUT.warps_per_cta[0]
+    PER: gl.constexpr = K.per
+    KW: gl.constexpr = D // PER
+    VW: gl.constexpr = P // V.per
+    SWIZZLE: gl.constexpr = min(128, 2 * R)
+    split = gl.program_id(0)
+    block = gl.program_id(1)
+    each_query = gl.program_id(2).to(gl.int64)
+    b = each_query
+    splits = gl.num_programs(0)
+    h = gl.program_id(2) * 0  # there is one head
+    r = block * R + gl.arange(0, R, OF_ROW)
+    if CHOSEN:
+        b = each_query // queries
+        mask += each_query % queries * mask_q
+        live = r < G
+        row = gl.minimum(r, G - 1) * queries + each_query % queries
+    else:
+        live = r < G * queries
+        row = gl.minimum(r, G * queries - 1)
+    in_ring, length, oldest_slot = n_residual, n_quantized, 0
+    if COUNTED:
+        rows += b * rows_b
+        length = gl.load(lengths + b * lengths_b)
+        n_sinks = gl.load(rows + SINKS)
+        oldest_slot = gl.load(rows + RING_START)
+        in_ring = gl.load(rows + RING_TOKENS)
+    if MASK:
+        mask += b * mask_b
+    m = gl.full([R], MASKED_SCORE, gl.float32, OF_ROW)
+    zeros = gl.full([T, R], 0.0, gl.float32, LAYOUT)
+    l = _of_thread(zeros)
+    acc = ()
+    for i in gl.static_range(D // M):
+        acc = acc + (gl.full([M, R], 0.0, gl.float32, LAYOUT),)
+    panel = each_query * gl.num_programs(1) + block
+    out = part + (panel * splits + split) * (R * D) + (gl.arange(0, R, OF_ROW) * D)[None, :]
+    word = gl.arange(0, M, OF_TOKEN)[:, None]
+
+    if EXACT and split == 0:
+        own: gl.constexpr = query.dtype.element_ty
+        WIDTH: gl.constexpr = words_of_piece(EXACT_LAYOUT, D)
+        x_latent = gl.allocate_shared_memory(own, [D // WIDTH, R, WIDTH], gl.NVMMASharedLayout(2 * WIDTH, 16))
+        x_rope = gl.allocate_shared_memory(own, [P // WIDTH, R, WIDTH], gl.NVMMASharedLayout(2 * WIDTH, 16))
+        x_rows = b * query_strides[0] + row // queries * query_strides[1] + row % queries * query_strides[2]
+        _load_queries(x_latent, query, x_rows, 0)
+        _load_queries(x_rope, query, x_rows, D)
+        fence_async_shared()
+        latents = gl.allocate_shared_memory(own, [T, D], _in_shared(D))
+        ropes = gl.allocate_shared_memory(own, [T, P], _in_shared(P))
+        weights = gl.allocate_shared_memory(own, [T, R], gl.NVMMASharedLayout(SWIZZLE, 16))
+        newest = n_sinks + length + in_ring - (queries - row % queries if CAUSAL else gl.full([R], 1, gl.int32, OF_ROW))
+        state = _exact_tiles(
+            D, P, MASK, ARCH, False, LAYOUT, (m, l, acc), x_latent, x_rope, latents, ropes, weights, scaling, exact[0] + b * exact[4],
+            exact[6], exact[1] + b * exact[7], exact[9], n_sinks, 0, newest, mask, mask_t, 0, 0,
+        )  # fmt: skip
+        m, l, acc = _exact_tiles(
+            D, P, MASK, ARCH, COUNTED, LAYOUT, state, x_latent, x_rope, latents, ropes, weights, scaling, exact[2] + b * exact[10],
+            exact[12], exact[3] + b * exact[13], exact[15], n_residual, n_sinks + length, newest, mask, mask_t, oldest_slot, in_ring,
+        )  # fmt: skip
+        for c in gl.static_range(D // M):
+            gl.store(out + c * M + word, acc[c], mask=live[None, :])
+    else:
+        if CHOSEN:
+            length = gl.load(counts + each_query)
+            chosen += each_query * table_b
+        table += each_query * table_b
+        each = tokens_of_split(length, gl.maximum(splits - EXACT, 1), least, T)
+        low = tl.multiple_of((split - EXACT) * each, T)
+        high = gl.minimum(low + each, length)
+        y, z = l, l
+        if low < high:
+            held: gl.constexpr = q_latent.dtype.element_ty
+            PIECE: gl.constexpr = words_of_piece(K, D)
+            ROPE: gl.constexpr = words_of_piece(V, P)
+            q = gl.allocate_shared_memory(held, [D // PIECE, R, PIECE], gl.NVMMASharedLayout(2 * PIECE, 16))
+            qr = gl.allocate_shared_memory(held, [P // ROPE, R, ROPE], gl.NVMMASharedLayout(2 * ROPE, 16))
+            q_row = b * (G * queries) + row
+            _load_queries(q, q_latent, q_row * D, 0)
+            _load_queries(qr, q_rope, q_row * P, 0)
+            fence_async_shared()
+            factor = gl.load(factors + q_row * 4) * unit_of(K)
+            q_sum = gl.load(factors + q_row * 4 + 2)
+            rope_sum = gl.load(factors + q_row * 4 + 3)
+            if MASK and not CHOSEN:
+                hides = _hides_any(mask, n_sinks + low, n_sinks + high, mask_t)
+            k_head = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), K_STRIDES, b, h)
+            v_head = head_of(V, V_ONCE, (v_planes[0], v_planes[1], v_planes[2]), V_STRIDES, b, h)
+            codes = gl.allocate_shared_memory(k_planes[0].dtype.element_ty, [STAGES, T, KW], _in_shared(KW))
+            bits = codes
+            if K.high > 1:
+                bits = gl.allocate_shared_memory(gl.int16, [STAGES, T, KW], _in_shared(KW))
+            rope_codes = gl.allocate_shared_memory(v_planes[0].dtype.element_ty, [STAGES, T, VW], _in_shared(VW))
+            p = gl.allocate_shared_memory(held, [T, R], gl.NVMMASharedLayout(SWIZZLE, 16))
+            t = gl.arange(0, T, OF_TOKEN)
+            # Pages are looked up a tile ahead of the copies from them: loads that follow one another would be waited for.
+            for i in gl.static_range(STAGES - 1):
+                if low + i * T < high:
+                    entry = _entry(table, low + i * T, high, PAGE, BASE, CHOSEN)
+                    _copy(
+                        K, D, k_head, K_STRIDES, codes.index(i), bits.index(i), table, entry, chosen, low + i * T, high, PAGE, BASE, CHOSEN
+                    )  # fmt: skip
+                    ropes = rope_codes.index(i)
+                    _copy(V, P, v_head, V_STRIDES, ropes, ropes, table, entry, chosen, low + i * T, high, PAGE, BASE, CHOSEN)
+                async_copy.commit_group()
+            entry = _entry(table, low, high, PAGE, BASE, CHOSEN)
+            scale, zero = _scales(K, D, K_ONCE, k_head, K_STRIDES, table, entry, chosen, low, high, T, PAGE, BASE, CHOSEN, OF_TOKEN)
+            rope_scale, _ = _scales(V, P, V_ONCE, v_head, V_STRIDES, table, entry, chosen, low, high, T, PAGE, BASE, CHOSEN, OF_TOKEN)
+            entry = _entry(table, low + T, high, PAGE, BASE, CHOSEN)
+            ahead_entry = _entry(table, low + (STAGES - 1) * T, high, PAGE, BASE, CHOSEN)
+            stage = low * 0
+            for token in range(low, high, T):
+                async_copy.wait_group(STAGES - 2)
+                gl.thread_barrier()
+                ahead = token + (STAGES - 1) * T
+                if ahead < high:
+                    into = (stage + STAGES - 1) % STAGES
+                    _copy(
+                        K, D, k_head, K_STRIDES, codes.index(into), bits.index(into), table, ahead_entry, chosen, ahead, high, PAGE, BASE,
+                        CHOSEN,
+                    )  # fmt: skip
+                    ropes = rope_codes.index(into)
+                    _copy(V, P, v_head, V_STRIDES, ropes, ropes, table, ahead_entry, chosen, ahead, high, PAGE, BASE, CHOSEN)
+                async_copy.commit_group()
+                # Before the loads of the next tile: what waits for a load waits for all that were issued meanwhile.
+                scale = gl.maximum(scale, 1e-27)  # an all-zero vector has weight too
+                unscale = inverse(scale, ARCH)
+                weight = log2(scale, ARCH)
+                rope_scale = rope_scale * (unit_of(V) / unit_of(K)) * unscale
+                following = gl.minimum(token + T, high - 1)
+                next_scale, next_zero = _scales(
+                    K, D, K_ONCE, k_head, K_STRIDES, table, entry, chosen, following, high, T, PAGE, BASE, CHOSEN, OF_TOKEN
+                )
+                next_rope, _ = _scales(
+                    V, P, V_ONCE, v_head, V_STRIDES, table, entry, chosen, following, high, T, PAGE, BASE, CHOSEN, OF_TOKEN
+                )
+                entry = _entry(table, token + 2 * T, high, PAGE, BASE, CHOSEN)
+                ahead_entry = _entry(table, ahead + T, high, PAGE, BASE, CHOSEN)
+                here, here_bits, ropes = codes.index(stage), bits.index(stage), rope_codes.index(stage)
+                s = _scores(V, P, ropes, ropes, qr, zeros, True, ARCH, LAYOUT)
+                if _key_offset(V) != 0:
+                    s = s - (_key_offset(V) * rope_sum)[None, :]
+                if V.scale != "none" or K.scale != "none":
+                    s = s * rope_scale[:, None]
+                s = _scores(K, D, here, here_bits, q, s, False, ARCH, LAYOUT)
+                if K.scale == "hidden":
+                    s = s - (zero[:, None] + _key_offset(K)) * q_sum[None, :]
+                elif _key_offset(K) != 0:
+                    s = s - (_key_offset(K) * q_sum)[None, :]
+                s = s * scale[:, None]
+                if K.scale == "pair":
+                    s = s + zero[:, None] * q_sum[None, :]
+                s = s * factor[None, :]
+                valid = token + t < high
+                if MASK and not CHOSEN:
+                    if hides:
+                        valid = valid & (gl.load(mask + (n_sinks + token + t) * mask_t, mask=valid, other=0) != 0)
+                if K.scale != "none":
+                    s = s + weight[:, None]
+                s = gl.where(valid[:, None], s, float("-inf"))
+                top = gl.maximum(m, gl.max(s, 0))
+                shrink = exp2(m - top, ARCH)
+                w = exp2(s - top[None, :], ARCH)
+                m = top
+                weights = w.to(held)
+                p.store(weights)
+                fence_async_shared()
+                first, first_bits = _first_values(K, here, here_bits, LAYOUT)
+                if K.scale == "none":
+                    l = _shrunk(l, shrink) + _of_thread(w)
+                else:
+                    l = _shrunk(l, shrink) + _of_thread(w * unscale[:, None])
+                    rounded = weights.to(gl.float32)  # as they multiply numbers
+                    if K.scale == "hidden":
+                        y = _shrunk(y, shrink) - _of_thread(rounded * (zero + offset_of(K))[:, None])
+                    elif K.scale == "pair":
+                        y = _shrunk(y, shrink) + _of_thread(rounded * (zero * unscale - offset_of(K) * unit_of(K))[:, None])
+                    if _sums_weights(K):
+                        z = _shrunk(z, shrink) - _of_thread(rounded)
+                acc = _weighed(K, D, here, here_bits, first, first_bits, p, _rescaled(acc, shrink), ARCH, LAYOUT)
+                scale, zero, rope_scale = next_scale, next_zero, next_rope
+                stage = (stage + 1) % STAGES
+            async_copy.wait_group(0)
+            m += gl.load(factors + q_row * 4 + 1)
+        constant = _of_all(y, OF_ROW)
+        offset = _of_all(z, OF_ROW) * (offset_of(K) * unit_of(K))
+        for c in gl.static_range(KW // M):
+            for i in gl.static_range(PER):
+                x = acc[c * PER + i] * unit_of(K)
+                if K.scale != "none":
+                    of_plane = constant
+                    if _sums_weights(K):
+                        of_plane = of_plane + offset * plane_offset(K, i)
+                    x = x + of_plane[None, :]
+                gl.store(out + i * KW + c * M + word, x, mask=live[None, :])
+    entry_of_split = (panel * splits + split) * R + gl.arange(0, R, OF_ROW)
+    gl.store(tops + entry_of_split * 2, m)
+    gl.store(tops + entry_of_split * 2 + 1, _of_all(l, OF_ROW))
