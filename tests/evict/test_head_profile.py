@@ -17,9 +17,8 @@ from qkvcache.releases import passing
 from tests import matrix
 from tests.evict.oracle import drive
 from tests.evict.test_eviction import CUTS, check_rows, inputs, live_bytes, run
+from tests.evict.test_kept import TEXTS, check, held
 from tests.evict.test_kept import ZONES as LAYER_ZONES
-from tests.evict.test_kept import check, held
-from tests.evict.test_shared_budgets import TEXTS
 from tests.matrix import covering
 from tests.reference import ZONES, forward
 from tests.tolerance import TURNED

@@ -1,4 +1,4 @@
-"""Budgets that the heads of a layer share (AdaKV): which tokens stay, against a plain Python oracle, and that their codes do not change."""
+"""Budgets that the heads of a layer share (AdaKV): shares, pages, and that codes do not change. `test_kept.py` has which tokens stay."""
 
 from dataclasses import replace
 
@@ -9,23 +9,9 @@ from qkvcache.evict.by_head import StorageByHead
 from qkvcache.policies import H2O, AdaKV, SnapKV
 from qkvcache.storage import PAGE
 from tests.evict.matrix import SHARED
-from tests.evict.oracle import HEADS, Text, columns, drive
-from tests.evict.test_kept import ZONES, check, held
-from tests.matrix import THREE, covering, slowly
-from tests.tolerance import same_decoded
-
-TEXTS = {
-    "even": Text((0,) * 5, (20, 1, 1, 3, *[1] * 12), skew=4.0),
-    "padded": Text((0, 3, 9, 14, 23), (20, 1, 1, 3, *[1] * 12), skew=4.0),
-    "chunked": Text((0, 3, 9, 14, 23), (4, 7, 10, 9, 1, 1, 1, 5, 2, 1), skew=4.0),
-}
-LONG = Text((0, 5, 40), (300, *[1] * 60, 40, *[1] * 10), skew=3.0)
-"""Whose heads take several pages."""
-
-
-@pytest.mark.parametrize(("name", "text"), covering(SHARED, TEXTS, strength=1))
-def test_those_with_the_highest_score_in_all_heads_are_kept(name, text):
-    check(SHARED[name](14), TEXTS[text])
+from tests.evict.oracle import HEADS, Text, drive
+from tests.evict.test_kept import LONG, TEXTS, ZONES, check, held
+from tests.matrix import covering, slowly
 
 
 @pytest.mark.parametrize("format", slowly(["identity", "int8"], ["int8"]))
@@ -66,14 +52,6 @@ def test_a_share_of_everything_is_a_budget_for_each_head(name, format):
             assert held(ours) == held(theirs)
 
 
-@pytest.mark.parametrize("format", THREE)
-def test_every_format_keeps_what_the_exact_one_keeps(format):
-    policy = SHARED["expected_attention"](16)
-    expected = [held(layer) for layer in drive(policy, TEXTS["chunked"])]
-    for zones in ZONES[:2]:
-        assert [held(layer) for layer in drive(policy, TEXTS["chunked"], format, **zones)] == expected
-
-
 def codes_of(layer):
     """The codes of every token of the region, by row, head and position."""
     tokens, found = layer.storage.tokens, {}
@@ -97,19 +75,6 @@ def test_survivors_are_never_encoded_again(format):
             assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found[token], before[token], strict=True))
         before = found
     assert survived > 10_000
-
-
-@pytest.mark.parametrize("format", ["identity", "int8", "int8_token", "fp8_token", "nvfp4", "hadaquant_k3v3"])
-def test_a_slot_decodes_to_the_token_whose_position_it_records(format):
-    *_, layer = drive(AdaKV(SnapKV(budget=100, window_size=8, recent=10, interval=2)), LONG, format)
-    positions = columns(layer).long()
-    at = (positions + torch.tensor(LONG.pads)[:, None, None])[..., None].expand(-1, -1, -1, LONG.keys.shape[-1])
-    tokens = layer.storage.tokens
-    for side, x, codec, statistics in zip(layer.dense(), (LONG.keys, LONG.values), tokens.codecs, tokens.statistics, strict=True):
-        stored = codec.dequantize(codec.quantize(x, statistics) | statistics, x.shape[-1])
-        exact = (x.gather(2, at.clamp_min(0)) == side).all(-1) | (positions < 0)
-        assert same_decoded(side[~exact], stored.gather(2, at.clamp_min(0))[~exact], codec)
-        assert exact.all() == (format == "identity")
 
 
 def test_pages_belong_to_one_head_and_fit_the_budget():
