@@ -44,12 +44,6 @@ def run(network, cache, sizes, text=None, check=None):
     return logits
 
 
-def alone(sizes, pad):
-    """The steps of a row without its padding."""
-    ends = [max(sum(sizes[: i + 1]) - pad, 0) for i in range(len(sizes))]
-    return [size for size in (b - a for a, b in zip([0, *ends], ends, strict=False)) if size]
-
-
 def kept(cache, row=None):
     """Positions held in each full-attention layer."""
     found = []
@@ -62,28 +56,19 @@ def kept(cache, row=None):
     return found
 
 
-def check_rows(network, make, sizes, tolerance=None):
-    """Every row of a padded batch keeps and says what its text alone does."""
-    ids, mask = inputs()
-    together = make()
-    logits = torch.zeros(len(PADS), LENGTH, network.config.vocab_size)
-    logits[mask.bool()] = torch.cat([x for x in _by_row(network, together, sizes, ids, mask)])
-    for row, pad in enumerate(PADS):
-        single = make()
-        got = torch.cat(run(network, single, alone(sizes, pad), (ids[row : row + 1, pad:], mask[row : row + 1, pad:])))
+def check_rows(network, make, sizes, tolerance=None, text=None):
+    """Every row of a padded batch keeps and says what its text alone does. Returns the cache of the batch."""
+    ids, mask = text or inputs()
+    together, steps = make(), mask.split(sizes, dim=1)
+    said = run(network, together, sizes, (ids, mask))
+    by_row = [logits.split(step.sum(-1).tolist()) for logits, step in zip(said, steps, strict=True)]
+    for row in range(len(ids)):
+        single, mine = make(), ids[row : row + 1, mask[row].bool()]
+        counts = [count for step in steps if (count := int(step[row].sum()))]
+        got = torch.cat(run(network, single, counts, (mine, torch.ones_like(mine))))
         assert kept(single) == kept(together, row)
-        assert_close(logits[row, pad:], got, tolerance or of_model(network))
-
-
-def _by_row(network, cache, sizes, ids, mask):
-    parts = run(network, cache, sizes, (ids, mask))
-    begin, rows = 0, [[] for _ in PADS]
-    for size, part in zip(sizes, parts, strict=True):
-        counts = mask[:, begin : begin + size].sum(-1).tolist()
-        for row, x in zip(rows, part.split(counts), strict=True):
-            row.append(x)
-        begin += size
-    return [torch.cat(row) for row in rows]
+        assert_close(torch.cat([logits[row] for logits in by_row]), got, tolerance or of_model(network))
+    return together
 
 
 HOLDING = (
@@ -132,13 +117,22 @@ def test_the_budget_is_full_at_every_step_and_never_exceeded(name, budget, forma
     run(network, cache, (30, *[1] * 6, 3), inputs((0,), 39), check)
 
 
-@pytest.mark.parametrize("attention", slowly(IMPLEMENTATIONS, ["sdpa"]))
-@pytest.mark.parametrize("name", slowly(NAMED, EACH_KIND))
-def test_a_padded_row_equals_its_prompt_alone(name, attention):
+SHARES = [H2O(budget=0.5, recent=0.25), H2O(budget=Budget(4, 0.3), recent=3), KeyNorm(budget=0.4, recent=0.2)]
+OF_CODES = slowly(NAMED, ["h2o", "key_norm", "h2o_shared", "snapkv_shared"])
+INTERVAL = SnapKV(budget=15, interval=4, window_size=4, recent=3)
+PADDED = [
+    *((NAMED[name](25), "chunked", None) for name in slowly(NAMED, EACH_KIND)),  # rows of 16, 25 and 30 tokens after the prompt
+    *((NAMED[name](15), "whole", format) for name, format in covering(OF_CODES, ["int8", "turboquant_k8v4"], strength=1)),
+    *((INTERVAL, *row) for row in (("whole", None), ("whole", "int8"), ("chunked", None))),
+    *(pytest.param(policy, "whole", None, marks=pytest.mark.sums) for policy in (*SHARES, AdaKV(H2O(budget=0.5, recent=3)))),
+]
+
+
+@pytest.mark.parametrize(("policy", "cut", "format"), PADDED, ids=str)
+def test_a_padded_row_equals_its_prompt_alone(policy, cut, format):
     """Prompts below, at and above the budget; a chunk that ends in the padding; steps of several tokens."""
-    network = model("llama", attention, layers=2)
-    make = functools.partial(CompressedCache, network.config, policy=NAMED[name](25))  # rows of 16, 25 and 30 tokens after the prompt
-    check_rows(network, make, CUTS["chunked" if attention == "sdpa" else "whole"])
+    network, options = model("llama", layers=2), ZONES["zones"] | {"format": format} if format else {}
+    check_rows(network, functools.partial(CompressedCache, network.config, policy=policy, **options), CUTS[cut], TURNED if format else None)
 
 
 @pytest.mark.sums
@@ -168,38 +162,6 @@ def test_many_tokens_in_chunks_keep_what_a_dense_layer_keeps(monkeypatch, name, 
 def test_padded_rows_of_other_budgets(name, budget, cut, attention):
     network = model("llama", attention)
     check_rows(network, functools.partial(CompressedCache, network.config, policy=POLICIES[name](budget)), CUTS[cut])
-
-
-@pytest.mark.parametrize(("cut", "format"), [("whole", None), ("whole", "int8"), ("chunked", None)])
-def test_intervals_of_padded_rows(cut, format):
-    network = model("llama", layers=2)
-    policy = SnapKV(budget=15, interval=4, window_size=4, recent=3)
-    make = functools.partial(CompressedCache, network.config, policy=policy, format=format, **ZONES["zones"])
-    check_rows(network, make, CUTS[cut], None if format is None else TURNED)
-
-
-@pytest.mark.parametrize(
-    ("name", "format"),
-    covering(slowly(NAMED, ["h2o", "key_norm", "h2o_shared", "snapkv_shared"]), ["int8", "turboquant_k8v4"], strength=1),
-)
-def test_a_padded_row_of_codes_equals_its_prompt_alone(name, format):
-    network = model("llama", layers=2)
-    make = functools.partial(CompressedCache, network.config, policy=NAMED[name](15), format=format, **ZONES["zones"])
-    check_rows(network, make, CUTS["whole"], TURNED)
-
-
-@pytest.mark.sums
-@pytest.mark.parametrize(
-    "policy",
-    [
-        H2O(budget=0.5, recent=0.25), H2O(budget=Budget(4, 0.3), recent=3), KeyNorm(budget=0.4, recent=0.2),
-        AdaKV(H2O(budget=0.5, recent=3)),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_shares_are_of_each_row(policy):
-    network = model("llama", layers=2)
-    check_rows(network, functools.partial(CompressedCache, network.config, policy=policy), CUTS["whole"])
 
 
 @pytest.mark.parametrize("format", [None, "int8"])

@@ -1,6 +1,7 @@
 """What else caches that evict go through: streams, forks, turns, beams, other budgets, and what they refuse."""
 
 import copy
+import functools
 import random
 
 import pytest
@@ -13,7 +14,7 @@ from qkvcache.attention import install, installed, uninstall
 from qkvcache.policies import H2O, SinkWindow
 from qkvcache.releases import passing
 from tests.evict.matrix import NAMED, KeyNorm
-from tests.evict.test_eviction import kept
+from tests.evict.test_eviction import check_rows, inputs, kept
 from tests.matrix import ATTENTION, covering, model, slowly
 from tests.reference import assert_close, forward
 from tests.seeds import SEED
@@ -36,11 +37,9 @@ def llama(attention="sdpa"):
 
 
 def prompt(rows=1, length=40, seed=1):
-    """Left-padded rows without repetitions, as keywords: in layer 0 only rounding would tell the norms of a token's keys apart."""
-    torch.manual_seed(SEED + seed)
-    ids = 3 + torch.stack([torch.randperm(97)[:length] for _ in range(rows)])
-    mask = (torch.arange(length) >= 5 * torch.arange(rows)[:, None]).long()
-    return {"input_ids": ids * mask, "attention_mask": mask}
+    """Rows padded by 0, 5, 10, ... tokens, as keywords."""
+    ids, mask = inputs(range(0, 5 * rows, 5), length, seed)
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def generate(network, cache, inputs=None, **options):
@@ -136,41 +135,17 @@ def test_a_question_to_a_copy_leaves_the_context_as_it_was(name, format):
     assert same(state(cache), state(fork))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"policy": KeyNorm(budget=[12, 16, 50], recent=3)}, {"policy": KeyNorm(budget=12, recent=3), "skip_layers": [1]}],
-    ids=["budgets", "skip_layers"],
-)
 @pytest.mark.parametrize("attention", slowly(ATTENTION, ["sdpa", "eager"]))
-def test_layers_that_hold_more_than_the_first(attention, options):
-    """A padded row is as alone, though transformers makes one mask, as wide as the first layer needs."""
-    network, (ids, mask) = model("llama", attention), prompt(2, 23).values()
-    cache, single = (CompressedCache(network.config, **options) for _ in range(2))
-    for a, b in ((0, 20), (20, 21), (21, 22), (22, 23)):
-        got = forward(network, cache, ids, mask, a, b)
-        assert_close(got[-1:], forward(network, single, ids[1:, 5:], mask[1:, 5:], max(a - 5, 0), b - 5)[-1:], of_model(network))
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_budgets_of_each_layer(attention):
-    network, (ids, mask) = model("llama", attention), prompt(3).values()
-    policy = KeyNorm(budget=[12, 0.5, 25], recent=3, interval=1)
-    cache = CompressedCache(network.config, policy=policy)
-    steps = ((0, 30), *((i, i + 1) for i in range(30, 40)))
-    batch = [forward(network, cache, ids, mask, *step) for step in steps]
-    assert [cache.stored_length(i) for i in range(3)] == [12, 20, 25]
-    for row in range(3):
-        single, pad = CompressedCache(network.config, policy=policy), 5 * row
-        for (a, b), part in zip(steps, batch, strict=True):
-            got = forward(network, single, ids[row : row + 1, pad:], mask[row : row + 1, pad:], max(a - pad, 0), b - pad)
-            if b - a == 1:
-                assert_close(part[row : row + 1], got, of_model(network))
-        assert [single.stored_length(i) for i in range(3)] == [12, (40 - pad) // 2, 25]
-    with pytest.raises(ValueError, match="2 budgets for 3"):
-        CompressedCache(network.config, policy=KeyNorm(budget=[12, 24]))
+    """A padded row is as alone, though transformers makes one mask, as wide as the first layer needs, and others hold more."""
+    network, sizes = model("llama", attention), (30, *[1] * 7)
+    make = functools.partial(CompressedCache, network.config)
+    check_rows(network, functools.partial(make, policy=KeyNorm(budget=12, recent=3), skip_layers=[1]), sizes)
+    cache = check_rows(network, functools.partial(make, policy=KeyNorm(budget=[12, 0.5, 25], recent=3, interval=1)), sizes)
+    assert [cache.stored_length(i) for i in range(3)] == [12, 37 // 2, 25]
     with pytest.raises(ValueError, match="budgets by layer need the config"):
         CompressedCache(policy=KeyNorm(budget=[12, 24]))
-    assert len(CompressedCache(network.config, policy=KeyNorm(budget=[12, 24]), skip_layers=[1]).layers) == 3
+    assert len(make(policy=KeyNorm(budget=[12, 24]), skip_layers=[1]).layers) == 3
 
 
 @pytest.mark.parametrize("positions", ["original", "cache"])
@@ -206,23 +181,10 @@ def test_the_embedded_model_finds_what_is_kept_and_nothing_else(depth, positions
 @pytest.mark.parametrize("name", EACH)
 def test_turns_of_different_lengths(name, attention):
     """Padding in the middle of a conversation: each row is as alone without it."""
-    network, generator = llama(attention), torch.Generator().manual_seed(SEED + 3)
-    ids = 3 + torch.stack([torch.randperm(97, generator=generator)[:46] for _ in range(3)])  # no two of the same norm
-    mask = torch.ones_like(ids)
-    for row, (left, middle) in enumerate(((0, 6), (4, 0), (9, 3))):
-        mask[row, :left] = 0
-        mask[row, 24 : 24 + middle] = 0  # the second turn is padded on its left too
-    spans = [(0, 20), *((i, i + 1) for i in range(20, 24)), (24, 36), *((i, i + 1) for i in range(36, 46))]
-    batch = CompressedCache(network.config, policy=NAMED[name](15))
-    parts = [forward(network, batch, ids * mask, mask, a, b) for a, b in spans]
-    for row in range(3):
-        is_valid, single = mask[row].bool(), CompressedCache(network.config, policy=NAMED[name](15))
-        mine, ones = ids[row : row + 1, is_valid], mask[row : row + 1, is_valid]
-        for (a, b), part in zip(spans, parts, strict=True):
-            got = forward(network, single, mine, ones, int(is_valid[:a].sum()), int(is_valid[:b].sum()))
-            counts = mask[:, a:b].sum(-1).tolist()
-            assert_close(part.split(counts)[row], got, of_model(network))
-        assert kept(single) == kept(batch, row)
+    ids, mask = inputs((0, 4, 9), 46)
+    mask[0, 24:30] = mask[2, 24:27] = 0  # the second turn is padded on its left too
+    make = functools.partial(CompressedCache, llama().config, policy=NAMED[name](15))
+    check_rows(llama(attention), make, (20, *[1] * 4, 12, *[1] * 10), text=(ids * mask, mask))
 
 
 SEVERAL = {
