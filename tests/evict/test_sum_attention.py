@@ -19,6 +19,7 @@ from qkvcache.kernels.host.handles import ORDER
 from qkvcache.storage import Storage
 from tests.matrix import FORMATS, slowly
 from tests.matrix import FORMATS as REGISTRY
+from tests.softmax import attention_weights
 from tests.tolerance import rounding
 
 from ..kernels.attention_inputs import assert_fake, build
@@ -32,23 +33,11 @@ def data(*shape: int, dtype=torch.float32) -> Tensor:
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
-def dense_mass(query, key, observed, visible, *, scaling, softcap=None, sinks=None, power=1) -> tuple[Tensor, Tensor]:
-    """By definition, in float64: mass, and the log of normalisers. `visible` is bool, broadcastable to `[B, Hq, Q, T]`."""
-    (batch, query_heads, *_), (heads, tokens) = query.shape, key.shape[1:3]
-    logits = query.double() @ key.double().repeat_interleave(query_heads // heads, 1).mT * scaling
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    weights = torch.where(visible, logits.exp(), 0.0)
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + sinks.double().exp()[:, None, None]
-    shares = torch.where(weights > 0, weights / total, 0.0) * observed.double()[:, None, :, None]
-    shares = shares.view(batch, heads, -1, tokens)
-    return (shares**power).sum(2).float(), total[..., 0].log().float()
-
-
-def causal(queries: int, tokens: int) -> Tensor:
-    return torch.ones(queries, tokens, dtype=torch.bool, device=DEVICE).tril(tokens - queries)
+def dense_mass(query, key, observed, mask=None, *, power=1, **options) -> tuple[Tensor, Tensor]:
+    """By definition, in float64: mass, and the log of normalisers."""
+    weights, lse = attention_weights(query, key, mask, **options)
+    shares = (weights * observed.double()[:, None, :, None]).unflatten(1, (key.shape[1], -1))
+    return (shares**power).sum((2, 3)).float(), lse.float()
 
 
 @pytest.fixture
@@ -96,17 +85,7 @@ def test_the_reference(case, format):
     options = options_of(case)
     out, attention_sums = attend_observed(query, attention_inputs, observed=observed, **options)
     assert torch.equal(out, attend(query, attention_inputs, **options))
-    mask = options.pop("mask", None)
-    visible = causal(3, 135) if options.pop("causal", False) else torch.ones(3, 135, dtype=torch.bool, device=DEVICE)
-    key = attention_inputs.key.dense()
-    if mask is not None and mask.dtype == torch.bool:
-        visible = visible & mask
-    if mask is not None and mask.dtype != torch.bool:  # as one more channel for each query's sake would be: by definition instead
-        logits = query.double() @ key.double().repeat_interleave(2, 1).mT * 0.3 + mask
-        expected = (logits.softmax(-1) * observed[:, None, :, None]).view(2, 2, -1, 135).sum(2).float()
-    else:
-        options.setdefault("scaling", 64**-0.5)
-        expected, _ = dense_mass(query, key, observed, visible, **options)
+    expected, _ = dense_mass(query, attention_inputs.key.dense(), observed, **options)
     torch.testing.assert_close(attention_sums, expected, rtol=rounding(64, 135), atol=rounding(64, 135) * 1e-2)
 
 
@@ -329,10 +308,8 @@ def prefill(heads, group, queries, tokens, dim=64, dtype=torch.float16):
 
 def check_prefill(function, limit, query, key, observed, visible, later=False, columns=None, **options):
     """`later`: queries see all tokens, those after their own too."""
-    queries, tokens = query.shape[2], key.shape[2]
     options.setdefault("scaling", 64**-0.5)
-    shown = (causal(queries, tokens) | later) & (True if visible is None else visible[:, None, None])
-    expected, lse = dense_mass(query, key, observed, shown, **options)
+    expected, lse = dense_mass(query, key, observed, None if visible is None else visible[:, None, None], causal=not later, **options)
     expected = expected[..., :columns]
     for known in (None, lse):
         attention_sums = function(query, key, observed, visible, lse=known, causal=not later, columns=columns, **options)
@@ -401,8 +378,7 @@ def test_tokens_that_only_some_heads_have(triton):
     query, key, observed, _ = prefill(2, 3, 9, 70)
     visible = torch.rand(2, 2, 70, device=DEVICE) < 0.6
     visible[..., 61:] = True
-    shown = visible.repeat_interleave(3, dim=1)[:, :, None] & causal(9, 70)
-    expected, lse = dense_mass(query, key, observed, shown, scaling=0.2)
+    expected, lse = dense_mass(query, key, observed, visible.repeat_interleave(3, dim=1)[:, :, None], causal=True, scaling=0.2)
     key = key.masked_fill(~visible[..., None], 100.0)
     for known in (None, lse):
         sums = sum_attention(query, key, observed, visible, scaling=0.2, lse=known)
@@ -419,8 +395,7 @@ def test_column_mass_of_slices(columns):
     query, key, observed, visible = prefill(1, 2, 90, 90)
     query, key = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key))
     check_prefill(columns.sum_attention, 2e-3, query[:, :, -7:], key, observed[:, -7:], visible)
-    shown = causal(90, 90) & visible[:, None, None]
-    expected, lse = dense_mass(query, key, observed, shown, scaling=0.1)
+    expected, lse = dense_mass(query, key, observed, visible[:, None, None], causal=True, scaling=0.1)
     lse[1, :, :5], lse[1, :, 5:9] = torch.nan, -torch.inf
     for function in (columns.sum_attention, in_torch.sum_attention):
         attention_sums = function(query, key, observed, visible, scaling=0.1, lse=lse)
@@ -449,7 +424,7 @@ def test_prefill_with_lse(backend, shape, dtype):
         limit = 0 if backend == SDPBackend.FLASH_ATTENTION else 2 * torch.finfo(dtype).eps
         torch.testing.assert_close(out, sdpa(query, key, value), rtol=limit, atol=limit)
     ones = torch.ones(2, tokens, device=DEVICE)
-    _, expected = dense_mass(query, key, ones, causal(tokens, tokens), scaling=0.1)
+    _, expected = dense_mass(query, key, ones, causal=True, scaling=0.1)
     torch.testing.assert_close(lse, expected, rtol=1e-3, atol=1e-3)
 
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from qkvcache.formats import Codec, Format
 from qkvcache.formats.centered import Centered
-from qkvcache.kernels import AttentionInputs, attend, qk
-from qkvcache.kernels.attend.reference import apply_mask
+from qkvcache.kernels import AttentionInputs, attend
 from tests.matrix import FORMATS, slowly
 from tests.matrix import FORMATS as REGISTRY
+from tests.softmax import attention_weights
 
-from .attention_inputs import build
+from .attention_inputs import build, exactly
 
 triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
@@ -110,18 +110,6 @@ def run(monkeypatch, query: Tensor, attention_inputs: AttentionInputs, *args, **
         return plan.attend_pages(query, attention_inputs.paged, *args, **kwargs)[:2]
 
 
-def logsumexp(query: Tensor, attention_inputs: AttentionInputs, mask, *, scaling=None, causal=False, softcap=None, sinks=None) -> Tensor:
-    batch, query_heads, queries, dim = query.shape
-    heads = attention_inputs.key.shape[1]
-    rows = (query.float() * (dim**-0.5 if scaling is None else scaling)).reshape(batch, heads, -1, dim)
-    logits = qk(rows, attention_inputs.key).view(batch, query_heads, queries, -1)
-    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
-    logits = apply_mask(logits, mask, causal)
-    if sinks is not None:
-        logits = torch.cat([logits, sinks.float().view(1, -1, 1, 1).expand(batch, query_heads, queries, 1)], -1)
-    return torch.logsumexp(logits, -1)
-
-
 def compare(monkeypatch, format, query, attention_inputs, mask=None, *, limit=None, **kwargs) -> None:
     out, lse = run(monkeypatch, query, attention_inputs, mask, **kwargs)
     expect(format, query, attention_inputs, mask, out, lse, limit, **kwargs)
@@ -134,8 +122,8 @@ def expect(format, query, attention_inputs, mask, out, lse, limit=None, **kwargs
     assert out.isfinite().all()
     error = ((out.float() - wanted).norm() / wanted.norm()).item()
     assert error <= limit, f"relative error {error:.2e} > {limit:.1e}"
-    expected = logsumexp(query, attention_inputs, mask, **kwargs)
-    torch.testing.assert_close(lse, expected, rtol=limit, atol=5 * limit)  # scores of N(0, 1) reach about 5
+    _, expected = attention_weights(query, exactly(attention_inputs.key), mask, **kwargs)
+    torch.testing.assert_close(lse, expected.float(), rtol=limit, atol=5 * limit)  # scores of N(0, 1) reach about 5
 
 
 @pytest.mark.parametrize("format", slowly(FORMATS, KINDS))
