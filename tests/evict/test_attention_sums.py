@@ -135,17 +135,6 @@ def test_every_implementation_keeps_the_same(attention, kind):
         assert torch.equal(*(cache.kept_positions(layer) for cache in caches))
 
 
-def test_custom_scores_are_those_of_h2o():
-    """Custom(lambda t: t.score) is H2O(reduce="sum")."""
-    same, kept = {"budget": 15, "num_sink_tokens": 1, "recent": 4}, []
-    for policy in (Custom(function=lambda t: t.score, **same), H2O(reduce="sum", **same)):
-        cache = CompressedCache(model("llama").config, policy=policy)
-        kept.append((cache, run(model("llama"), cache)))
-    for layer in range(3):
-        assert torch.equal(*(cache.kept_positions(layer) for cache, _ in kept))
-    assert all(torch.equal(a, b) for a, b in zip(kept[0][1], kept[1][1], strict=True))
-
-
 def test_an_attention_that_is_not_reported_is_refused():
     """A step never observed raises at the next update, and reset() makes the cache usable again."""
     network = model("llama")

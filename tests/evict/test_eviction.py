@@ -12,7 +12,7 @@ from qkvcache.attention import route
 from qkvcache.evict.policies.budget import LEAST
 from qkvcache.policies import H2O, AdaKV, Budget, KeyDiff, SlidingWindow, SnapKV
 from qkvcache.releases import passing
-from tests.evict.matrix import CUT_FREE, EACH_KIND, NAMED, POLICIES, KeyNorm
+from tests.evict.matrix import EACH_KIND, NAMED, POLICIES, KeyNorm
 from tests.matrix import ATTENTION, UNSUPPORTED, covering, model, slowly
 from tests.reference import ZONES, assert_close, count_decoded_layers, forward
 from tests.seeds import SEED
@@ -195,27 +195,15 @@ def test_shares_and_intervals_stay_within_the_budget(policy, format):
             assert all(least)  # and no more than `interval - 1` places stay empty
 
 
-@pytest.mark.parametrize("name", CUT_FREE)
-@pytest.mark.parametrize("attention", slowly(IMPLEMENTATIONS, ["sdpa"]))
-def test_any_cut_of_a_static_text_keeps_the_same(name, attention):
-    """At once, in chunks with a remainder, one at a time: the same kept tokens in layer 0, whose keys do not depend on the cache."""
-    network = model("llama", attention, layers=1)
-    expected = None
-    for sizes in ((LENGTH,), (7,) * 5 + (2,), (1,) * LENGTH, (20, *[1] * 17)):
-        cache = CompressedCache(network.config, policy=POLICIES[name](15))
-        run(network, cache, sizes, inputs((0,)))
-        found = cache.kept_positions(0)
-        expected = found if expected is None else expected
-        assert torch.equal(found, expected)
-    assert found.shape[-1] == 15
-
-
-def assert_generate_equals_a_loop(network, ours, manual, ids, mask, chunk):
-    """`generate` through `ours` gives the tokens of a loop of forwards through `manual`, for prompts `[3, 29]` in chunks of 7 or whole."""
+@pytest.mark.parametrize("chunk", slowly([None, 7], [7]))
+@pytest.mark.parametrize("name", slowly(NAMED, ["sink_window", "h2o", "keydiff", "expected_attention", "snapkv_shared"]))
+def test_generate_equals_a_manual_loop(name, chunk):
+    network, (ids, mask) = model("llama", layers=2), inputs(PADS, 29)
+    ours, manual = (CompressedCache(network.config, policy=NAMED[name](14)) for _ in range(2))
     options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "prefill_chunk_size": chunk}
     expected = network.generate(input_ids=ids, attention_mask=mask, **passing(ours), **options)
-    sizes, begin = ([7] * 4 + [1] if chunk else [29]), 0
-    for size in sizes + [1] * 9:
+    begin = 0
+    for size in ([7] * 4 + [1] if chunk else [29]) + [1] * 9:
         logits = forward(network, manual, ids, mask, begin, begin + size)
         begin += size
         if begin >= 29:
@@ -223,14 +211,6 @@ def assert_generate_equals_a_loop(network, ours, manual, ids, mask, chunk):
             ids = torch.cat([ids, last.argmax(-1)[:, None]], 1)
             mask = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], 1)
     assert torch.equal(ids, expected)
-
-
-@pytest.mark.parametrize("chunk", slowly([None, 7], [7]))
-@pytest.mark.parametrize("name", slowly(NAMED, ["sink_window", "h2o", "keydiff", "expected_attention", "snapkv_shared"]))
-def test_generate_equals_a_manual_loop(name, chunk):
-    network, (ids, mask) = model("llama", layers=2), inputs(PADS, 29)
-    ours, manual = (CompressedCache(network.config, policy=NAMED[name](14)) for _ in range(2))
-    assert_generate_equals_a_loop(network, ours, manual, ids, mask, chunk)
     assert kept(ours) == kept(manual) and ((ours.kept_positions() >= 0).sum((1, 2)) == 2 * 14).all()
 
 

@@ -73,13 +73,6 @@ def test_smallest_budgets(policy):
     check(policy, TEXTS["chunked"])
 
 
-def test_a_position_as_priority_is_a_window():
-    custom = Custom(function=lambda tokens: tokens.positions.float(), budget=12, num_sink_tokens=4, recent=0)
-    window = SinkWindow(window_length=8, num_sink_tokens=4)
-    for ours, theirs in zip(drive(custom, TEXTS["chunked"]), drive(window, TEXTS["chunked"]), strict=True):
-        assert torch.equal(ours.positions(), theirs.positions())
-
-
 @pytest.mark.parametrize("norm", ["key_norm", "value_norm"])
 def test_norms_are_those_of_the_tokens(norm):
     text = TEXTS["chunked"]

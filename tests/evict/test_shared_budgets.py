@@ -20,20 +20,6 @@ def test_heads_of_several_pages(format):
     check(policy, LONG, format=format, num_sink_tokens=4, residual_length=20)
 
 
-@pytest.mark.parametrize("name", SHARED)
-def test_the_budget_holds_and_each_head_has_its_share(name):
-    policy, differ = SHARED[name](20), False
-    for layer in drive(policy, TEXTS["padded"], "int8", num_sink_tokens=2, residual_length=2):
-        counts = (layer.positions() >= 0).sum(-1)
-        assert (counts.sum(-1) <= HEADS * 20).all()
-        seen = layer.storage.metadata.lengths()[:, 0, 0]
-        limit = 20 - layer.interval + 1
-        assert (counts.amin(-1) >= seen.clamp_max(int(policy.alpha_safeguard * limit))).all()
-        assert (counts.sum(-1) >= HEADS * seen.clamp_max(limit)).all()  # no room is left unused
-        differ |= bool((counts != counts[:, :1]).any())
-    assert differ
-
-
 @pytest.mark.parametrize(("guaranteed", "text"), covering([(0, 0), (3, 20), (22, 3), (28, 0)], TEXTS, strength=1), ids=str)
 def test_heads_are_guaranteed_different_shares(monkeypatch, text, guaranteed):
     """Also more tokens than a row has, which others then take."""
