@@ -226,12 +226,18 @@ def test_offload_and_prefetch_move_every_tensor(format):
     assert {t.device.type for _, t in layer.tensors()} == {"meta"}
 
 
-def test_reset_starts_over():
-    layer = filled()
+@pytest.mark.parametrize("options", [{}, {"compile": True}, {"max_length": LIMIT}], ids=["growing", "compiled", "preallocated"])
+def test_reset_starts_over(options):
+    """With the same storage, unless it grows; and for another batch."""
+    layer = CompressedLayer(REGISTRY["int8"], 2, 8, **options)
+    layer.update(*new(60)), layer.update(*new(1))
+    kept = addresses(layer)
     layer.reset()
-    assert not layer.is_initialized and layer.get_seq_length() == 0 and list(layer.tensors()) == []
-    given = new(4, rows=1, heads=5, dims=(128, 128), dtype=torch.bfloat16)
-    assert layer.update(*given)[0] is given[0]
+    assert layer.get_seq_length() == 0 and layer.is_initialized == bool(options)
+    assert addresses(layer) == (kept if options else [])
+    for given in (new(7), new(4, rows=1, heads=5, dims=(VALUE_DIM, 128), dtype=torch.bfloat16)):
+        assert layer.update(*given)[0] is given[0] and same(layer.dense(), given)
+        layer.reset()
 
 
 @every_kind

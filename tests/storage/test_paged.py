@@ -1,6 +1,5 @@
 """Pages: appending, truncating, selecting and forking rows give what plain tensors would, without copies that nobody needs."""
 
-import copy
 from types import SimpleNamespace
 
 import numpy
@@ -223,23 +222,6 @@ def test_tensors_have_the_bytes_of_all_slabs(layout):
         statistics = sum(x.nbytes for side in tokens.statistics for x in side.values())
         assert sizes["codes"] + sizes["scales"] == sum(slab.data.nbytes for slab in tokens.pool.slabs) + statistics
         assert sizes["bookkeeping"] == tokens.table.nbytes + tokens.begun.nbytes
-
-
-def test_a_copy_finds_its_own_pages(layout):
-    tokens = filled("turboquant_3bit_nc", 100, 100)
-    twin, before = copy.deepcopy(tokens), stored(tokens)
-    for slab in tokens.pool.slabs:
-        slab.data.zero_()
-    assert all(torch.equal(x, before[name]) for name, x in stored(twin).items())
-
-
-@pytest.mark.parametrize("modes", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)])
-def test_inference_mode_may_come_and_go(modes):
-    tokens, x = empty("identity"), torch.randn(2, HEADS, 30, DIM)
-    for part, mode in zip(x.split(10, dim=2), (*modes, modes[0]), strict=True):
-        with mode():
-            tokens.append(both(part))
-    assert torch.equal(stored(tokens)["codes"], x)
 
 
 def test_kernels_see_the_same_strides_before_there_are_pages(monkeypatch):

@@ -106,13 +106,6 @@ def test_a_prompt_of_several_blocks(recent):
     assert torch.equal(now[:, :, middle], encoded(x)[:, :, middle])
 
 
-def test_blocks_bound_the_temporaries():
-    held = make(4, 64)
-    block = block_of(held.residual[0])
-    step(held, torch.randn(1, 2, 3 * block, DIM))
-    assert max(segment.tokens for segment in held.attention_inputs().key.segments) <= block
-
-
 @given(zones_of_any_size, updates)
 def test_nothing_of_the_callers_is_kept_alive_or_read_later(sizes, updates):
     """New tokens come as views of the fused projection's output, which the caller may overwrite."""
