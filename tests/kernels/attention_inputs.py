@@ -72,3 +72,12 @@ def shuffle(tokens: RowPages, held: int) -> None:
 def exactly(side: KeysOrValues) -> Tensor:
     """What the codes stand for, in float64, not rounded to the model's dtype."""
     return replace(side, dtype=torch.float32).dense().double()
+
+
+def assert_near(out: Tensor, wanted: Tensor, limit: float, lse: Tensor | None = None, wanted_lse: Tensor | None = None) -> None:
+    """Outputs up to `limit`, RMS of the difference over RMS; and normalisers, where scores of N(0, 1) reach about 5."""
+    assert out.shape == wanted.shape and out.isfinite().all()
+    error = ((out.float() - wanted.float()).norm() / wanted.float().norm()).item()
+    assert error <= limit, f"relative error {error:.2e} > {limit:.1e}"
+    if lse is not None:
+        torch.testing.assert_close(lse, wanted_lse, rtol=limit, atol=5 * limit)

@@ -9,7 +9,7 @@ from qkvcache.kernels.attend import triton_merge
 from qkvcache.kernels.attend.chunked import ChunkedKV, attend_chunked, merge, supports
 from qkvcache.kernels.store import reference, triton_dequantize
 from tests import matrix
-from tests.kernels.attention_inputs import build
+from tests.kernels.attention_inputs import assert_near, build
 from tests.matrix import FORMATS as REGISTRY
 from tests.matrix import covering, slowly
 
@@ -40,8 +40,8 @@ def poisoned(monkeypatch):
 
 
 def close(out: torch.Tensor, wanted: torch.Tensor) -> None:
-    assert out.shape == wanted.shape and out.dtype == DTYPE
-    assert ((out.float() - wanted.float()).norm() / wanted.float().norm()).item() < LIMIT
+    assert out.dtype == DTYPE
+    assert_near(out, wanted, LIMIT)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -122,10 +122,8 @@ def test_a_past_without_quantized_tokens():
 
 def test_scratch_that_was_written_before_does_not_show(poisoned):
     """The last chunk is shorter than the scratch, whose rest holds the tokens of the chunk before, or anything."""
-    held = attention_inputs("int8", 333, 11)
-    query = torch.randn(2, 8, 11, 64, device=DEVICE, dtype=DTYPE)
-    out = attend_chunked(query, held, chunk_tokens=128)[0]
-    close(out, attend(query, held, causal=True))
+    held, query = attention_inputs("int8", 333, 11), torch.randn(2, 8, 11, 64, device=DEVICE, dtype=DTYPE)
+    close(attend_chunked(query, held, chunk_tokens=128)[0], attend(query, held, causal=True))
 
 
 @pytest.mark.parametrize("first", [0, 4])
@@ -178,8 +176,7 @@ def test_merge_kernel(heads, groups, dim, sinks):
     ]
     parts[2] = parts[2][0], parts[2][1].to(DEVICE)
     logits = torch.randn(all_heads, device=DEVICE) if sinks else None
-    wanted = merge(parts, all_heads, queries, heads, logits)
-    wanted, level = wanted
+    wanted, level = merge(parts, all_heads, queries, heads, logits)
     out, total = triton_merge.merge(parts, all_heads, queries, heads, logits)
     torch.testing.assert_close(total, level, rtol=1e-5, atol=1e-5)
     assert out.transpose(1, 2).is_contiguous()

@@ -13,6 +13,8 @@ from qkvcache.storage import Storage
 from tests.matrix import FORMATS, slowly
 from tests.matrix import FORMATS as REGISTRY
 
+from .attention_inputs import assert_near
+
 triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
     pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
@@ -229,11 +231,7 @@ def compare(store: Storage, limit: float = 4e-3) -> None:
     rows, heads, _, dim = store.residual[0].shape
     query = data(rows, heads * 2, 1, dim, dtype=store.residual[0].dtype)
     assert fused.supports(store.inputs, query)
-    out = plan.attend_pages(query, store.inputs)[0]
-    wanted = attend(query.float(), store.attention_inputs())
-    assert out.isfinite().all() and out.shape == wanted.shape
-    error = ((out.float() - wanted).norm() / wanted.norm()).item()
-    assert error <= limit, f"relative error {error:.2e}"
+    assert_near(plan.attend_pages(query, store.inputs)[0], attend(query.float(), store.attention_inputs()), limit)
 
 
 @pytest.mark.parametrize("seen", [1, 3, 8, 13, 14, 60, 130])
