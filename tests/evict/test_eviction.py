@@ -12,6 +12,7 @@ from qkvcache.attention import route
 from qkvcache.evict.policies.budget import LEAST
 from qkvcache.policies import H2O, AdaKV, Budget, KeyDiff, SlidingWindow, SnapKV
 from qkvcache.releases import passing
+from tests.allocations import reachable, storages
 from tests.evict.matrix import EACH_KIND, NAMED, POLICIES, KeyNorm
 from tests.matrix import ATTENTION, UNSUPPORTED, covering, model, slowly
 from tests.reference import ZONES, assert_close, count_decoded_layers, forward
@@ -71,33 +72,14 @@ def check_rows(network, make, sizes, tolerance=None, text=None):
     return together
 
 
-HOLDING = (
-    "layers",
-    "storage",
-    "kernels",
-    *(f"evict.{name}" for name in ("layer", "storage", "metadata", "head_pages", "by_head", "tail", "slot_pages")),
-)
-HOLDING = tuple(f"qkvcache.{name}" for name in HOLDING)
+OF_EVICTION = ("layer", "storage", "metadata", "head_pages", "by_head", "tail", "slot_pages")
+HOLDING = ("layers", "storage", "kernels", *(f"evict.{name}" for name in OF_EVICTION))
 """Modules of what holds tokens."""
 
 
 def live_bytes(cache):
-    """Bytes of all tensors reachable from the layers, each storage once, found without the library's help."""
-    seen, stack, storages = set(), list(cache.layers), {}
-    while stack:
-        x = stack.pop()
-        if id(x) in seen or isinstance(x, type):
-            continue
-        seen.add(id(x))
-        if isinstance(x, torch.Tensor):
-            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        elif isinstance(x, dict):
-            stack += x.values()
-        elif isinstance(x, list | tuple):
-            stack += x
-        elif type(x).__module__.startswith(HOLDING):
-            stack += vars(x).values()
-    return sum(storages.values())
+    """Bytes of all tensors reachable from the layers, each storage once."""
+    return sum(storages(reachable(*cache.layers, modules=tuple(f"qkvcache.{name}" for name in HOLDING))).values())
 
 
 @pytest.mark.parametrize(("name", "budget"), covering(POLICIES, [12, 21], strength=1))

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from qkvcache.attention import CompressedKV
 from qkvcache.attention.compressed_kv import warn_once
 from qkvcache.kernels import attend, segments
 from qkvcache.layers.compressed import CompressedLayer
-from tests.allocations import Allocations
+from tests.allocations import Allocations, reachable, storages
 from tests.matrix import COVER
 from tests.matrix import FORMATS as REGISTRY
 from tests.tolerance import same_decoded
@@ -319,28 +318,14 @@ def test_dense_keys_and_values_are_refused():
 # Memory
 
 
-def reachable(thing: object, seen: set[int]) -> Iterator[Tensor]:
-    if id(thing) in seen or isinstance(thing, type):
-        return
-    seen.add(id(thing))
-    if isinstance(thing, Tensor):
-        yield thing
-        return
-    parts = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, (list, tuple)) else vars(thing).values()
-    for part in parts:
-        if isinstance(part, (dict, list, tuple, Tensor)) or hasattr(part, "__dict__"):
-            yield from reachable(part, seen)
-
-
 @pytest.mark.parametrize("format", COVER)
 def test_tensors_are_all_that_is_held(format):
     layer = filled(format=format)
     for change in (lambda: None, lambda: layer.crop(-45), lambda: layer.update(*new(100)), lambda: layer.update(*new(1))):
         change()
-        held, listed = list(reachable(layer, set())), [t for _, t in layer.tensors()]  # views are kept from step to step
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held if t.numel()}
-        assert storages.keys() == {t.untyped_storage().data_ptr() for t in listed if t.numel()}
-    assert sum(storages.values()) == sum(t.nbytes for t in listed)
+        held, listed = storages(reachable(layer)), [t for _, t in layer.tensors()]  # views are kept from step to step
+        assert held.keys() == storages(listed).keys()
+    assert sum(held.values()) == sum(t.nbytes for t in listed)
     per_token = REGISTRY[format].bytes_per_token(DIM, HEADS, VALUE_DIM)
     codes = sum(t.nbytes for role, t in layer.tensors() if role in ("codes", "scales"))
     if format != "identity":  # those bytes are counted for bf16

@@ -10,6 +10,7 @@ from qkvcache.kernels import attend, attend_pages
 from qkvcache.kernels.paged_inputs import DROPPED, LENGTH, TOKENS
 from qkvcache.kernels.store import reference
 from qkvcache.layers.compressed import CompressedLayer
+from tests.allocations import storages
 from tests.layers.test_compressed import addresses, same, state
 from tests.layers.test_compressed import filled as filled_layer
 from tests.matrix import COVER
@@ -42,8 +43,8 @@ def test_memory_is_constant_from_the_first_token_on(format):
     for size in (40, 1, 7, 41):
         layer.update(*new(size))
     assert layer.get_seq_length() == LIMIT and addresses(layer) == kept
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for _, x in layer.tensors() if x.numel()}
-    assert sum(storages.values()) == held == sum(x.nbytes for _, x in layer.tensors())
+    listed = [x for _, x in layer.tensors()]
+    assert sum(storages(listed).values()) == held == sum(x.nbytes for x in listed)
     assert layer.storage.tokens.capacity == 128
 
 
