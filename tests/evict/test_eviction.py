@@ -13,7 +13,7 @@ from qkvcache.evict.policies.budget import LEAST
 from qkvcache.policies import H2O, AdaKV, Budget, KeyDiff, SlidingWindow, SnapKV
 from qkvcache.releases import passing
 from tests.allocations import reachable, storages
-from tests.evict.matrix import EACH_KIND, NAMED, POLICIES, KeyNorm
+from tests.evict.matrix import BY_HEAD, EACH_KIND, NAMED, POLICIES, KeyNorm
 from tests.matrix import ATTENTION, UNSUPPORTED, covering, model, slowly
 from tests.reference import ZONES, assert_close, count_decoded_layers, forward
 from tests.seeds import SEED
@@ -105,7 +105,7 @@ INTERVAL = SnapKV(budget=15, interval=4, window_size=4, recent=3)
 PADDED = [
     *((NAMED[name](25), "chunked", None) for name in slowly(NAMED, EACH_KIND)),  # rows of 16, 25 and 30 tokens after the prompt
     *((NAMED[name](15), "whole", format) for name, format in covering(OF_CODES, ["int8", "turboquant_k8v4"], strength=1)),
-    *((INTERVAL, *row) for row in (("whole", None), ("whole", "int8"), ("chunked", None))),
+    *((policy, *row) for policy in (INTERVAL, *BY_HEAD) for row in (("whole", "int8"), ("chunked", None))),
     *(pytest.param(policy, "whole", None, marks=pytest.mark.sums) for policy in (*SHARES, AdaKV(H2O(budget=0.5, recent=3)))),
 ]
 

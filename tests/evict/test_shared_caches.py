@@ -11,14 +11,12 @@ from qkvcache.evict import observer, sum_attention
 from qkvcache.evict.sum_attention import observe_pages as observe_in_torch
 from qkvcache.kernels.attend import chunked as attend_chunked
 from qkvcache.policies import H2O, AdaKV, KVzip, SnapKV
-from tests.evict.matrix import SHARED
+from tests.evict.matrix import BY_HEAD, SHARED
 from tests.evict.test_eviction import LENGTH, inputs, kept, live_bytes, run
 from tests.evict.test_eviction_features import llama
 from tests.matrix import FORMATS, model, slowly
 from tests.reference import assert_close, count_decoded_layers, forward
 from tests.tolerance import of_model, turned
-
-FEW = ["snapkv", "h2o"]
 
 
 def cache_of(name="snapkv", budget=14, format=None, **options):
@@ -31,19 +29,21 @@ def counts(cache, layer=0):
 
 
 @pytest.mark.parametrize("format", [None, "int8"])
-@pytest.mark.parametrize("name", slowly(SHARED, FEW))
-def test_the_budget_holds_at_every_step_and_bytes_are_counted(name, format):
-    cache, differ = cache_of(name, 14, format, num_sink_tokens=2, residual_length=3), []
+@pytest.mark.parametrize("policy", [*(SHARED[name](14) for name in slowly(SHARED, ["snapkv", "h2o"])), *BY_HEAD], ids=str)
+def test_the_budget_holds_at_every_step_and_bytes_are_counted(policy, format):
+    """A copy goes on alike."""
+    cache, differ = CompressedCache(llama().config, policy=policy, format=format, num_sink_tokens=2, residual_length=3), []
 
     def check(seen):
         for layer in range(2):
             held = counts(cache, layer)
-            assert held.sum() <= 2 * 14 and cache.stored_length(layer) == held.max()
+            assert held.sum() <= 2 * max(policy.size(policy.budgets[0], seen), 8) and cache.stored_length(layer) == held.max()
             differ.append(bool((held != held[:, :1]).any()))
         assert cache.nbytes == live_bytes(cache)
 
     run(llama(), cache, (30, *[1] * 6, 3, 1), inputs((0,), 40), check)
     assert any(differ)
+    assert torch.equal(*(forward(llama(), each, *inputs((0,), 41), 40, 41) for each in (copy.deepcopy(cache), cache)))
 
 
 @pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
