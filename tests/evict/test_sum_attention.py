@@ -18,7 +18,6 @@ from qkvcache.kernels import attend, give_handle
 from qkvcache.kernels.host.handles import ORDER
 from qkvcache.storage import Storage
 from tests.matrix import FORMATS, slowly
-from tests.matrix import FORMATS as REGISTRY
 from tests.softmax import attention_weights
 from tests.tolerance import rounding
 
@@ -53,7 +52,7 @@ def triton():
 
 def make(format: str, heads=2, group=2, queries=3, tokens=135, dim=64, dtype=torch.float32, first=3, recent=20, cuts=(60,)):
     key, value = (data(2, heads, tokens, dim, dtype=dtype) for _ in range(2))
-    attention_inputs = build(REGISTRY[format], key, value, first, recent, cuts)
+    attention_inputs = build(FORMATS[format], key, value, first, recent, cuts)
     return data(2, heads * group, queries, dim, dtype=dtype), attention_inputs, torch.rand(2, queries, device=DEVICE)
 
 
@@ -117,7 +116,7 @@ def check_fused(monkeypatch, query, attention_inputs, observed, mask=None, **opt
 
     with guarded(monkeypatch):
         out, lse, attention_sums = fused(query, attention_inputs.paged, observed, mask, **options)
-    format = next(name for name, format in REGISTRY.items() if format.codecs() == attention_inputs.paged.pages.codecs)
+    format = next(name for name, format in FORMATS.items() if format.codecs() == attention_inputs.paged.pages.codecs)
     expect(format, query, attention_inputs, mask, out, lse, 3 * tolerance(format, query.dtype), **options)
     _, expected = attend_observed(query.float(), attention_inputs, mask, observed=observed, **options)
     assert attention_sums.dtype == torch.float32
@@ -210,7 +209,7 @@ def test_fused_hides(monkeypatch, triton):
 def test_magnitudes(monkeypatch, triton):
     """Values of very different lengths: their scales are part of what weights are relative to."""
     lengths = torch.tensor([0.0, 1e-6, 1.0, 1e2, 1e6], device=DEVICE)[torch.arange(60, device=DEVICE) % 5]
-    query, attention_inputs = data(1, 2, 1, 64), build(REGISTRY["int8"], data(1, 1, 60, 64), data(1, 1, 60, 64) * lengths[:, None], 0, 0)
+    query, attention_inputs = data(1, 2, 1, 64), build(FORMATS["int8"], data(1, 1, 60, 64), data(1, 1, 60, 64) * lengths[:, None], 0, 0)
     observed = torch.ones(1, 1, device=DEVICE)
     expected = attend_observed(query, attention_inputs, observed=observed)[1]
     torch.testing.assert_close(fused(query, attention_inputs.paged, observed)[2], expected, rtol=5e-3, atol=1e-6)
@@ -219,7 +218,7 @@ def test_magnitudes(monkeypatch, triton):
 def test_sums_are_by_slot_where_the_device_counts(monkeypatch, triton):
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
     x, query, observed = (data(2, 2, 11, 64), data(2, 2, 11, 64)), data(2, 4, 1, 64), torch.ones(2, 1, device=DEVICE)
-    held = Storage(REGISTRY["int8"].codecs(), x, 0, 4, 60)
+    held = Storage(FORMATS["int8"].codecs(), x, 0, 4, 60)
     held.append(x)
     inputs = held.attention_inputs()
     assert observes_slots(query, inputs)
@@ -229,7 +228,7 @@ def test_sums_are_by_slot_where_the_device_counts(monkeypatch, triton):
 
 def test_sums_are_the_numbers_of_queries():
     """Of each slot, and 0 where there is no token."""
-    inputs = pages_of(REGISTRY["int8"], [70, 0], ring=6, ring_tokens=[6, 3])
+    inputs = pages_of(FORMATS["int8"], [70, 0], ring=6, ring_tokens=[6, 3])
     query, observed = torch.randn(2, 4, 3, 64), torch.tensor([[1.0, 0, 2], [0, 1, 1]])
     sums = in_torch.observe_pages(query, inputs, causal=True, observed=observed)[1]
     torch.testing.assert_close(sums.sum(-1), (2 * observed.sum(1))[:, None].expand(2, 2))
@@ -242,11 +241,11 @@ def test_sums_of_pages(case, monkeypatch, triton):
     from ..kernels.test_fused_attend import guarded, tolerance
 
     if case == "longest":
-        inputs = pages_of(REGISTRY["int8"], [[70, 74], [66, 3]], ring=6, device=DEVICE)
+        inputs = pages_of(FORMATS["int8"], [[70, 74], [66, 3]], ring=6, device=DEVICE)
         inputs = replace(inputs, max_length=74)
     else:
         lengths = [[150, 40], [3, 70]] if case == "heads" else [150, 3]
-        inputs = pages_of(REGISTRY["int8"], lengths, begin=1, ring=19, ring_tokens=[19, 17], device=DEVICE)
+        inputs = pages_of(FORMATS["int8"], lengths, begin=1, ring=19, ring_tokens=[19, 17], device=DEVICE)
     for queries in (1, 5) if case != "longest" else (1,):
         observed, query = torch.rand(2, queries, device=DEVICE), torch.randn(2, 4, queries, 64, device=DEVICE).half()
         with guarded(monkeypatch):
@@ -261,7 +260,7 @@ def test_sums_of_pages(case, monkeypatch, triton):
 def test_the_operator(triton, monkeypatch):
     """What a compiled graph calls does what the functions do."""
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
-    inputs = pages_of(REGISTRY["turboquant_3bit_nc"], [36, 20], sinks=2, ring=4, device=DEVICE)
+    inputs = pages_of(FORMATS["turboquant_3bit_nc"], [36, 20], sinks=2, ring=4, device=DEVICE)
     query, observed, sinks = torch.randn(2, 4, 1, 64, device=DEVICE).half(), torch.ones(2, 1, device=DEVICE), data(4)
     give_handle(inputs)
     shape = [inputs.ring[1].shape[1], sum(inputs.slots), inputs.ring[1].shape[3]]

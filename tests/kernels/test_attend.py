@@ -6,8 +6,7 @@ from torch import Tensor
 
 from qkvcache.formats import Codec
 from qkvcache.kernels import AttentionInputs, Exact, KeysOrValues, Packed, attend, pv, qk
-from tests.matrix import COVER
-from tests.matrix import FORMATS as REGISTRY
+from tests.matrix import COVER, FORMATS
 from tests.reference import assert_close
 from tests.softmax import softmax_attention
 from tests.tolerance import rounding
@@ -28,7 +27,7 @@ def make_side(codec: Codec, x: Tensor, first: int = 3, recent: int = 5, block: i
 
 
 def make_payload(format="turboquant_4bit_nc", heads=2, dims=(64, 64), dtype=torch.float32, batch=2, **zones) -> AttentionInputs:
-    format = REGISTRY[format]
+    format = FORMATS[format]
     key, value = (torch.randn(batch, heads, TOKENS, dim).to(dtype) for dim in dims)
     return AttentionInputs(make_side(format.key, key, **zones), make_side(format.value, value, **zones))
 

@@ -11,7 +11,6 @@ from qkvcache.kernels import attend, attends_in_tiles
 from qkvcache.select import select_blocks as selecting
 from qkvcache.select.budget import Budget
 from tests.matrix import FORMATS, slowly
-from tests.matrix import FORMATS as REGISTRY
 
 from .attention_inputs import assert_near, build
 from .test_fused_attend import DEVICE, KINDS, apart, data, expect, fused, guarded, make, plan, run, tolerance
@@ -114,7 +113,7 @@ def test_magnitudes(format, monkeypatch):
     lengths[:70] *= 1e-4
     query, attention_inputs = make(format, heads=1, group=4, queries=9, tokens=150, cuts=(60,))
     key, value = (data(1, 1, 150, 64, dtype=torch.float32) * lengths[order, None] for order in (torch.arange(150), torch.randperm(150)))
-    attention_inputs = build(REGISTRY[format], key.half(), value.half(), 0, 20, (60,))
+    attention_inputs = build(FORMATS[format], key.half(), value.half(), 0, 20, (60,))
     compare(monkeypatch, format, query * 1e-3, attention_inputs, limit=tolerance(format, torch.bfloat16) * 2)
 
 

@@ -9,7 +9,6 @@ import torch
 
 from qkvcache.kernels import PagedInputs
 from tests.matrix import FORMATS, slowly
-from tests.matrix import FORMATS as REGISTRY
 
 from .paged_inputs import build, divided
 from .test_fused_attend import BFLOAT16, DEVICE, data, fused, plan
@@ -26,7 +25,7 @@ def few(monkeypatch):
 
 def sharing(format: str, lengths: list[int], pages: int, branches: int = 0, **options) -> PagedInputs:
     """Rows of `lengths` tokens; each `branches` of them, or all, share as many pages."""
-    inputs = build(REGISTRY[format], lengths, shared=pages, device=DEVICE, **options)
+    inputs = build(FORMATS[format], lengths, shared=pages, device=DEVICE, **options)
     return divided(inputs, branches=branches or len(lengths), shared=64 * pages)
 
 

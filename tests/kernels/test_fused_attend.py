@@ -14,7 +14,6 @@ from qkvcache.formats import Codec, Format
 from qkvcache.formats.centered import Centered
 from qkvcache.kernels import AttentionInputs, attend
 from tests.matrix import FORMATS, slowly
-from tests.matrix import FORMATS as REGISTRY
 from tests.softmax import attention_weights
 
 from .attention_inputs import assert_near, build, exactly
@@ -63,7 +62,7 @@ def tolerance(format: str, dtype: torch.dtype) -> float:
     fp32 has the roundings of fp16 but the last one, unless nothing is packed. Where numbers carry an offset (16 to 31 for four bits), a
     rounded weight counts as many times more as they exceed their spread. The interpreter rounds scaled int4 twice.
     """
-    key, value = (codec.packed_layout for codec in REGISTRY[format].codecs())
+    key, value = (codec.packed_layout for codec in FORMATS[format].codecs())
     if dtype == torch.float32 and key.kind == "half":
         return 2e-5
     error = {torch.float16: 1e-3, torch.bfloat16: 5e-3, torch.float32: 1e-3}[dtype]
@@ -81,7 +80,7 @@ def make(format: str, batch=1, heads=2, group=2, queries=1, tokens=135, dims=64,
     dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
     key, value = data(batch, heads, tokens, dim, dtype=dtype), data(batch, heads, tokens, value_dim, dtype=dtype)
     query = data(batch, heads * group, queries, dim, dtype=dtype)
-    return query, build(REGISTRY[format], key, value, first, recent, cuts)
+    return query, build(FORMATS[format], key, value, first, recent, cuts)
 
 
 @contextmanager
@@ -139,7 +138,7 @@ class Means(Format):
         return f"means of {self.of}"
 
     def codecs(self) -> tuple[Codec, Codec]:
-        return Centered.of(REGISTRY[self.of].key), Centered.of(REGISTRY[self.of].value)
+        return Centered.of(FORMATS[self.of].key), Centered.of(FORMATS[self.of].value)
 
 
 MEANS = {"int4_vllm": 80, "turboquant_3bit_nc": 64, "nvfp4": 112, "int4": 96}
@@ -191,7 +190,7 @@ def test_values_of_other_widths(format, monkeypatch):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("format", KINDS)
 def test_head_dims(format, head_dim, dtype, monkeypatch):
-    if REGISTRY[format].refuses(head_dim):
+    if FORMATS[format].refuses(head_dim):
         pytest.skip("refused")
     compare(monkeypatch, format, *make(format, tokens=90, dims=head_dim, dtype=dtype, cuts=()))
 
@@ -340,7 +339,7 @@ def test_magnitudes(format, monkeypatch):
     lengths = torch.tensor([0.0, 1e-6, 1.0, 1e2, high], device=DEVICE)[torch.arange(60, device=DEVICE) % 5]
     key, value = (data(1, 1, 60, 64, dtype=torch.float32) * lengths[order, None] for order in (torch.arange(60), torch.randperm(60)))
     query = data(1, 3, 1, 64, dtype=WIDE_RANGE) * torch.tensor([1e-8, 1e-3, 0.0], device=DEVICE, dtype=WIDE_RANGE)[:, None, None]
-    attention_inputs = build(REGISTRY[format], key.to(WIDE_RANGE), value.to(WIDE_RANGE), 0, 0)
+    attention_inputs = build(FORMATS[format], key.to(WIDE_RANGE), value.to(WIDE_RANGE), 0, 0)
     compare(monkeypatch, format, query, attention_inputs, limit=tolerance(format, torch.bfloat16) * 2)
 
 

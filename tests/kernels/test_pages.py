@@ -17,7 +17,6 @@ from qkvcache.kernels.host.handles import ORDER
 from qkvcache.kernels.paged_inputs import BEGIN, SINKS
 from qkvcache.kernels.store import reference
 from tests.matrix import FORMATS, slowly
-from tests.matrix import FORMATS as REGISTRY
 
 from .attention_inputs import assert_fake, assert_near
 from .paged_inputs import build, divided, inputs_of, pages_of, pool, row
@@ -58,7 +57,7 @@ def by_row(query: Tensor, inputs: PagedInputs, mask=None, *, scaling=None, causa
 def test_the_reference(format, per_head):
     lengths = [[70, 0], [5, 130]] if per_head else [70, 0, 130]
     batch = len(lengths)
-    inputs = build(REGISTRY[format], lengths, begin=2, sinks=2, ring=5, ring_tokens=[4, 0, 5][:batch], shared=0 if per_head else 1)
+    inputs = build(FORMATS[format], lengths, begin=2, sinks=2, ring=5, ring_tokens=[4, 0, 5][:batch], shared=0 if per_head else 1)
     query = torch.randn(batch, 4, 1, 64)
     out, lse = attend_in_torch(query, inputs)
     wanted, wanted_lse = by_row(query, inputs)
@@ -67,7 +66,7 @@ def test_the_reference(format, per_head):
 
 
 def test_everything_that_attention_has():
-    inputs = build(REGISTRY["int8"], [70, 3, 130], begin=1, ring=9, ring_tokens=[9, 6, 7])
+    inputs = build(FORMATS["int8"], [70, 3, 130], begin=1, ring=9, ring_tokens=[9, 6, 7])
     query = torch.randn(3, 4, 4, 64)
     options = {"softcap": 5.0, "sinks": torch.randn(4), "causal": True, "scaling": 0.3}
     for mask in (None, torch.rand(3, 1, 4, 150) < 0.7, torch.randn(1, 4, 1, 150)):
@@ -83,7 +82,7 @@ def test_everything_that_attention_has():
 @pytest.mark.parametrize("per_head", [False, True], ids=["rows", "heads"])
 def test_quantizing_and_back(format, per_head):
     """Codes are those of the codec, tokens without a slot leave none, and nothing else is written."""
-    chosen, x = REGISTRY[format], (torch.randn(1, 2, 5, 64), torch.randn(1, 2, 5, 64))
+    chosen, x = FORMATS[format], (torch.randn(1, 2, 5, 64), torch.randn(1, 2, 5, 64))
     planes, statistics = pool(chosen, x, 4, 64, per_head)
     slots = torch.tensor([[[70, -1, 3, 255, 128], [1, 2, -1, 0, 65]]] if per_head else [[70, -1, 3, 255, 128]])
     reference.quantize_into(pages_of(chosen.codecs(), planes, 64, statistics), x, slots if per_head else slots[:, None])
@@ -101,7 +100,7 @@ def test_quantizing_and_back(format, per_head):
 
 @pytest.mark.parametrize("format", slowly(FORMATS, QUICK))
 def test_dequantizing(format):
-    inputs = build(REGISTRY[format], [70, 0, 130], sinks=0, ring=0, dims=(64, 96))
+    inputs = build(FORMATS[format], [70, 0, 130], sinks=0, ring=0, dims=(64, 96))
     pages = inputs.pages
     out = tuple(torch.full((3, 2, 90, dim), torch.nan) for dim in (64, inputs.ring[1].shape[3]))
     reference.dequantize_pages(pages, out, begin=50)
@@ -142,7 +141,7 @@ def compare(
 @pytest.mark.parametrize("format", slowly(FORMATS, KINDS))
 def test_the_kernel(format, monkeypatch):
     dim = KINDS.get(format, 64)
-    inputs = build(REGISTRY[format], [70, 0, 130], begin=3, ring=5, ring_tokens=[4, 0, 5], dims=(dim, dim), shared=1, device=DEVICE)
+    inputs = build(FORMATS[format], [70, 0, 130], begin=3, ring=5, ring_tokens=[4, 0, 5], dims=(dim, dim), shared=1, device=DEVICE)
     query = torch.randn(3, 4, 1, dim, device=DEVICE).half()
     compare(monkeypatch, format, query, divided(inputs, splits=split(inputs.pages.lengths)))
     if format in slowly(FORMATS, QUICK):
@@ -209,7 +208,7 @@ def test_splits_of_shared_tokens(programs):
 def test_tokens_that_rows_share_are_read_once(format, monkeypatch):
     """Rows anywhere in the batch share a page or three, and some share none. Only the first of those that share has the entries."""
     lengths = [300, 70, 200, 130, 0, 290]
-    inputs = build(REGISTRY[format], lengths, begin=2, ring=5, ring_tokens=[4, 0, 5, 1, 2, 5], shared=3, device=DEVICE)
+    inputs = build(FORMATS[format], lengths, begin=2, ring=5, ring_tokens=[4, 0, 5, 1, 2, 5], shared=3, device=DEVICE)
     shares = torch.tensor([[192, 2, 0, 5, 2], [64, 3, 1, 3, 3], [192, 2, 0, 5, 2], [64, 3, 1, 3, 3], [0] * 5, [192, 2, 0, 5, 2]])
     splits, table = split(inputs.pages.lengths, shares=shares.int().to(DEVICE)), inputs.pages.table.clone()
     for follower, count in ((0, 3), (5, 3), (1, 1)):
@@ -222,20 +221,20 @@ def test_tokens_that_rows_share_are_read_once(format, monkeypatch):
 @KERNELS
 def test_splits_of_many_rows(monkeypatch):
     """Rows of many splits and of none, and rows that are no request, as batches have them."""
-    inputs = build(REGISTRY["turboquant_4bit_nc"], [300, 0, 64, 1, 129], ring=7, ring_tokens=[7, 0, 3, 1, 6], device=DEVICE)
+    inputs = build(FORMATS["turboquant_4bit_nc"], [300, 0, 64, 1, 129], ring=7, ring_tokens=[7, 0, 3, 1, 6], device=DEVICE)
     inputs.rows[1, SINKS] = 0
     query, sinks = torch.randn(5, 4, 1, 64, device=DEVICE).half(), torch.randn(4, device=DEVICE)
     whole = divided(inputs, splits=split(inputs.pages.lengths, programs=1))
     assert len({tuple(item[:2]) for item in whole.work.splits.items.tolist()}) > 10
     compare(monkeypatch, "turboquant_4bit_nc", query, whole, sinks=sinks, softcap=5.0, scaling=0.3)
-    without = build(REGISTRY["turboquant_4bit_nc"], [300, 70], sinks=0, ring=0, device=DEVICE)
+    without = build(FORMATS["turboquant_4bit_nc"], [300, 70], sinks=0, ring=0, device=DEVICE)
     compare(monkeypatch, "turboquant_4bit_nc", query[:2], divided(without, splits=split(without.pages.lengths)))
 
 
 @KERNELS
 def test_a_window_begins_anywhere_in_a_page(monkeypatch):
     """Whole splits before it have no token, and neither may a row whose window is in its ring."""
-    inputs = build(REGISTRY["int8"], [150, 151, 270], heads=1, begin=150, sinks=0, ring=5, page=256, device=DEVICE)
+    inputs = build(FORMATS["int8"], [150, 151, 270], heads=1, begin=150, sinks=0, ring=5, page=256, device=DEVICE)
     query, sinks = torch.randn(3, 2, 1, 64, device=DEVICE).half(), torch.randn(2, device=DEVICE)
     compare(monkeypatch, "int8", query, divided(inputs, splits=split(inputs.pages.lengths)), sinks=sinks, softcap=5.0)
 
@@ -247,7 +246,7 @@ def test_the_kernel_that_quantizes(format, per_head):
     """Codes of the same tokens stored by kernels that are tested against the codec; nothing else is written."""
     from qkvcache.kernels.store import triton_store
 
-    chosen, dim = REGISTRY[format], KINDS.get(format, 64)
+    chosen, dim = FORMATS[format], KINDS.get(format, 64)
     x = tuple(torch.randn(2, 2, 5, dim, device=DEVICE).half() for _ in range(2))
     like = tuple(side[:1] for side in x)
     planes, statistics = pool(chosen, like, 4, 64, per_head)
@@ -282,7 +281,7 @@ def test_the_kernel_that_dequantizes(format, per_head):
 
     dim = KINDS.get(format, 64)
     lengths = [[70, 0], [5, 100]] if per_head else [70, 100]
-    pages = build(REGISTRY[format], lengths, sinks=0, ring=0, dims=(dim, dim), device=DEVICE).pages
+    pages = build(FORMATS[format], lengths, sinks=0, ring=0, dims=(dim, dim), device=DEVICE).pages
     out, wanted = (tuple(torch.full((2, 2, 50, dim), torch.nan, device=DEVICE) for _ in range(2)) for _ in range(2))
     triton_dequantize.dequantize_pages(pages, out, 40)
     reference.dequantize_pages(pages, wanted, 40)
@@ -293,7 +292,7 @@ def test_the_kernel_that_dequantizes(format, per_head):
 @KERNELS
 @pytest.mark.parametrize("format", slowly(["int8", "turboquant_3bit_nc"], ["int8"]))
 def test_the_kernel_with_everything_that_attention_has(format, monkeypatch):
-    inputs = build(REGISTRY[format], [150, 3, 40], begin=1, ring=19, ring_tokens=[19, 16, 17], device=DEVICE)
+    inputs = build(FORMATS[format], [150, 3, 40], begin=1, ring=19, ring_tokens=[19, 16, 17], device=DEVICE)
     options = {"softcap": 5.0, "sinks": torch.randn(4, device=DEVICE), "scaling": 0.3}
     for queries, mask in (
         (5, None),
@@ -312,7 +311,7 @@ def test_the_kernel_with_everything_that_attention_has(format, monkeypatch):
 @pytest.mark.slow
 def test_rows_of_very_different_lengths(monkeypatch):
     """Splits of the long row are chosen for the tokens of all."""
-    inputs = build(REGISTRY["int8"], [500, 0, 20, 64], ring=5, ring_tokens=[5, 0, 1, 2], device=DEVICE)
+    inputs = build(FORMATS["int8"], [500, 0, 20, 64], ring=5, ring_tokens=[5, 0, 1, 2], device=DEVICE)
     inputs = divided(inputs, tokens=600)
     compare(monkeypatch, "int8", torch.randn(4, 4, 1, 64, device=DEVICE).half(), inputs)
     inputs.rows[:, BEGIN] = 70
@@ -321,13 +320,13 @@ def test_rows_of_very_different_lengths(monkeypatch):
 
 @KERNELS
 def test_heads_with_pages_of_their_own(monkeypatch):
-    inputs = build(REGISTRY["int8_token"], [[70, 0], [5, 130]], begin=2, sinks=2, ring=5, device=DEVICE)
+    inputs = build(FORMATS["int8_token"], [[70, 0], [5, 130]], begin=2, sinks=2, ring=5, device=DEVICE)
     compare(monkeypatch, "int8_token", torch.randn(2, 4, 1, 64, device=DEVICE).half(), inputs)
 
 
 def test_operators():
     """What a compiled graph calls does what the functions do."""
-    inputs = build(REGISTRY["turboquant_3bit_nc"], [36, 20], sinks=2, ring=4, device=DEVICE)
+    inputs = build(FORMATS["turboquant_3bit_nc"], [36, 20], sinks=2, ring=4, device=DEVICE)
     options = torch.tensor([1.0, -1.0, 0.0, 2.0]), 0.2, 10.0, False
     inputs = divided(inputs, splits=split(inputs.pages.lengths))
     query = torch.randn(2, 4, 1, 64, device=DEVICE).half()
@@ -366,7 +365,7 @@ def test_pages_of_a_pool_beyond_32_bits(format):
     from qkvcache.kernels.attend import plan
     from qkvcache.kernels.store import triton_dequantize, triton_store
 
-    near = build(REGISTRY[format], [70], heads=1, sinks=0, ring=4)
+    near = build(FORMATS[format], [70], heads=1, sinks=0, ring=4)
     far = far_apart(near)
     query = torch.randn(1, 2, 1, 64, dtype=torch.float16)
     assert torch.equal(plan.attend_pages(query, far)[0], plan.attend_pages(query, near)[0])
@@ -389,7 +388,7 @@ def gathered(format: str, dim: int, device: torch.device):
     """Rows with and without tokens in sinks, pages and ring, new tokens, the starts of both, and outputs full of NaN."""
     lengths, news = [70, 2, 130, 3], [5, 70, 1, 9]
     options = {"begin": 2, "sinks": 3, "ring": 6, "ring_tokens": [4, 0, 6, 1], "dims": (dim, dim), "device": device}
-    inputs = build(REGISTRY[format], lengths, **options)
+    inputs = build(FORMATS[format], lengths, **options)
     new = tuple(torch.randn(1, 9, sum(news), 2 * dim, device=device).half()[:, :2, :, :dim] for _ in range(2))
     totals = [int(inputs.rows[b, SINKS]) + lengths[b] - 2 + options["ring_tokens"][b] + news[b] for b in range(4)]
     starts = tuple(torch.tensor([0, *counts], device=device).cumsum(0).int() for counts in (news, totals))
@@ -430,7 +429,7 @@ def test_storing_in_rings_and_sinks(sinks):
 
         stores.append(triton_store.quantize_into)
     slots = torch.stack([ring_slots, sink_slots], 1)[None]  # columns of a table, as in steps that are replayed
-    chosen = REGISTRY["int8"]
+    chosen = FORMATS["int8"]
     planes, statistics = pool(chosen, x, 4, 64)
     pages = pages_of(chosen.codecs(), planes, 64, statistics)
     for store in stores:

@@ -13,8 +13,7 @@ from qkvcache.layers.compressed import CompressedLayer
 from tests.allocations import storages
 from tests.layers.test_compressed import addresses, same, state
 from tests.layers.test_compressed import filled as filled_layer
-from tests.matrix import COVER
-from tests.matrix import FORMATS as REGISTRY
+from tests.matrix import COVER, FORMATS
 from tests.reference import assert_close
 from tests.tolerance import rounding, same_decoded
 from tests.updates import DIM, ROWS, compiled_steps, new, one_step
@@ -24,7 +23,7 @@ KINDS = ["identity", "int8_asymmetric", "fp8_tensor", "int4_group", "nvfp4", "tu
 
 
 def empty() -> CompressedLayer:
-    return CompressedLayer(REGISTRY["turboquant_4bit_nc"], FIRST, RECENT, LIMIT)
+    return CompressedLayer(FORMATS["turboquant_4bit_nc"], FIRST, RECENT, LIMIT)
 
 
 def filled(*sizes: int, format: str = "turboquant_4bit_nc", limit: int = LIMIT) -> CompressedLayer:

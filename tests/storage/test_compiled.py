@@ -10,7 +10,7 @@ from qkvcache.kernels import step as step_on_device
 from qkvcache.kernels.host.handles import ORDER
 from qkvcache.kernels.paged_inputs import ROOM
 from qkvcache.layers.compressed import CompressedLayer
-from tests.matrix import FORMATS as REGISTRY
+from tests.matrix import FORMATS
 from tests.reference import assert_close
 from tests.seeds import SEED
 from tests.updates import DIM, compiled_steps, new
@@ -26,7 +26,7 @@ def compiled(monkeypatch):
 
 
 def grown(tokens: int, **options) -> CompressedLayer:
-    layer = CompressedLayer(REGISTRY["int8"], 2, 6, **options)
+    layer = CompressedLayer(FORMATS["int8"], 2, 6, **options)
     layer.update(*new(tokens, rows=1))
     layer.update(*new(1, rows=1))
     return layer

@@ -9,14 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qkvcache.storage import MAX_GROWTH, PAGE, RowPages, paged
-from tests.matrix import FORMATS as REGISTRY
+from tests.matrix import FORMATS
 from tests.plain_cache import PlainLayer
 from tests.seeds import SEED
 from tests.tolerance import same_decoded
 
 DIM = 16
 HEADS = 2
-CODECS = {name: REGISTRY[name].key for name in ("identity", "turboquant_3bit_nc", "fp8")}
+CODECS = {name: FORMATS[name].key for name in ("identity", "turboquant_3bit_nc", "fp8")}
 
 every_codec = pytest.mark.parametrize("name", CODECS)
 
@@ -120,7 +120,7 @@ def test_a_fork_costs_its_table_until_it_writes(layout):
 
 @given(st.lists(st.integers(1, 1500), min_size=1, max_size=30))
 def test_what_is_idle_is_a_page_or_an_eighth(sizes):
-    tokens = RowPages((REGISTRY["identity"].key,) * 2, both(torch.empty(1, 1, 0, 1)))
+    tokens = RowPages((FORMATS["identity"].key,) * 2, both(torch.empty(1, 1, 0, 1)))
     for size in sizes:
         tokens.append(both(torch.zeros(1, 1, size, 1)))
         assert tokens.capacity % PAGE == 0
@@ -128,7 +128,7 @@ def test_what_is_idle_is_a_page_or_an_eighth(sizes):
 
 
 def test_growth_copies_nothing_and_the_table_seldom_moves(layout):
-    tokens = RowPages((REGISTRY["identity"].key,) * 2, both(torch.empty(1, 1, 0, 1)))
+    tokens = RowPages((FORMATS["identity"].key,) * 2, both(torch.empty(1, 1, 0, 1)))
     tables, addresses = set(), {}
     for _ in range(316):
         tokens.append(both(torch.zeros(1, 1, 16, 1)))

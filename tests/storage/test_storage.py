@@ -13,11 +13,11 @@ from qkvcache import CompressedCache
 from qkvcache.kernels.paged_inputs import LENGTH, TOKENS
 from qkvcache.kernels.segments import block_of
 from qkvcache.storage import PAGE, Storage, storage
-from tests.matrix import FORMATS as REGISTRY
+from tests.matrix import FORMATS
 from tests.plain_cache import PlainLayer
 from tests.seeds import SEED
 
-CODEC = REGISTRY["int8"].value
+CODEC = FORMATS["int8"].value
 DIM = 8
 
 zones_of_any_size = st.tuples(st.integers(0, 6), st.integers(0, 80))
