@@ -78,24 +78,26 @@ def test_everything_that_attention_has():
         torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-4)
 
 
+def assert_stored(planes: Codes, codes: Codes, slots: Tensor, per_head: bool) -> None:
+    """Planes whose bits were all set have the codes of two heads in the slots of their tokens, and nothing else was written."""
+    for name, plane in planes.items():
+        expected, given = torch.full_like(plane.view(torch.uint8), 0xFF).view(plane.dtype), codes[name]
+        for b, h, t in itertools.product(range(slots.shape[0]), range(2), range(slots.shape[2])):
+            if (slot := int(slots[b, h % slots.shape[1], t])) >= 0:
+                expected[slot // 64, 0 if per_head else h % plane.shape[1], slot % 64] = given[b, h % given.shape[1], t]
+        assert torch.equal(plane.view(torch.uint8), expected.view(torch.uint8)), name
+
+
 @pytest.mark.parametrize("format", slowly(FORMATS, QUICK))
 @pytest.mark.parametrize("per_head", [False, True], ids=["rows", "heads"])
 def test_quantizing_and_back(format, per_head):
     """Codes are those of the codec, tokens without a slot leave none, and nothing else is written."""
     chosen, x = FORMATS[format], (torch.randn(1, 2, 5, 64), torch.randn(1, 2, 5, 64))
     planes, statistics = pool(chosen, x, 4, 64, per_head)
-    slots = torch.tensor([[[70, -1, 3, 255, 128], [1, 2, -1, 0, 65]]] if per_head else [[70, -1, 3, 255, 128]])
-    reference.quantize_into(pages_of(chosen.codecs(), planes, 64, statistics), x, slots if per_head else slots[:, None])
+    slots = torch.tensor([[[70, -1, 3, 255, 128], [1, 2, -1, 0, 65]][: 1 + per_head]])
+    reference.quantize_into(pages_of(chosen.codecs(), planes, 64, statistics), x, slots)
     for codec, side, pooled, constant in zip(chosen.codecs(), x, planes, statistics, strict=True):
-        wanted = codec.quantize(side, constant)
-        for name, plane in pooled.items():
-            expected = torch.full_like(plane.view(torch.uint8), 0xFF).view(plane.dtype)
-            for h in range(2):
-                for t, slot in enumerate((slots[0, h] if per_head else slots[0]).tolist()):
-                    if slot >= 0:
-                        codes = wanted[name].expand(-1, 2, -1, -1)[0, h, t]
-                        expected[slot // 64, 0 if per_head else h % plane.shape[1], slot % 64] = codes
-            assert torch.equal(plane.view(torch.uint8), expected.view(torch.uint8)), name
+        assert_stored(pooled, codec.quantize(side, constant), slots, per_head)
 
 
 @pytest.mark.parametrize("format", slowly(FORMATS, QUICK))
@@ -265,12 +267,7 @@ def test_the_kernel_that_quantizes(format, per_head):
         torch.arange(5, device=DEVICE) + torch.tensor([[[0]], [[64]]], device=DEVICE),
     )
     for codes, pooled in zip(block, planes, strict=True):
-        for name, plane in pooled.items():
-            expected = torch.full_like(plane.view(torch.uint8), 0xFF).view(plane.dtype)
-            for b, h, t in itertools.product(range(2), range(2), range(5)):
-                if (slot := int(slots[b, h % slots.shape[1], t])) >= 0:
-                    expected[slot // 64, 0 if per_head else h % plane.shape[1], slot % 64] = codes[name][b, h % codes[name].shape[1], t]
-            assert torch.equal(plane.view(torch.uint8), expected.view(torch.uint8)), name
+        assert_stored(pooled, codes, slots, per_head)
 
 
 @KERNELS
