@@ -154,40 +154,36 @@ def test_fused_in_half(format, dtype, monkeypatch, triton):
     check_fused(monkeypatch, *make(format, dtype=dtype), causal=True)
 
 
-def test_fused_in_fp16(monkeypatch, triton):
-    check_fused(monkeypatch, *make("int8", heads=1, tokens=70, cuts=(), dtype=torch.float16), causal=True)
-
-
 @pytest.mark.parametrize("case", [case if "each head" in case else pytest.param(case, marks=pytest.mark.slow) for case in OPTIONS])
 def test_fused_options(case, monkeypatch, triton):
     options = options_of(case)
     check_fused(monkeypatch, *make("int8_asymmetric"), options.pop("mask", None), **options)
 
 
-SHAPES = [(1, 4, 1), (4, 1, 1), (1, 8, 1), (1, 2, 16), (1, 3, 7), (2, 1, 2), (1, 3, 1)]
-
-
-@pytest.mark.parametrize("shape", [x if x == (1, 3, 7) else pytest.param(x, marks=pytest.mark.slow) for x in SHAPES])
-def test_fused_rows(shape, monkeypatch, triton):
-    """One block of rows, a full one, several of which the last is not full."""
-    heads, group, queries = shape
-    check_fused(monkeypatch, *make("int8", heads=heads, group=group, queries=queries, tokens=80, cuts=()), causal=True)
-
-
-ZONES = {
+FUSED = {
+    "fp16": {"tokens": 70, "queries": 3, "dtype": torch.float16},
+    "several blocks of rows, the last not full": {"group": 3, "queries": 7, "tokens": 80},
+    "a block of rows": {"group": 4, "queries": 1, "tokens": 80},
+    "fewer rows": {"group": 3, "queries": 1, "tokens": 80},
+    "one row of each head": {"heads": 4, "group": 1, "queries": 1, "tokens": 80},
+    "a full block": {"group": 8, "queries": 1, "tokens": 80},
+    "full blocks": {"group": 2, "queries": 16, "tokens": 80},
+    "queries of two heads": {"heads": 2, "group": 1, "queries": 2, "tokens": 80},
+    "several slabs": {"tokens": 300, "cuts": (1, 65, 70, 200)},
     "no exact tokens": {"first": 0, "recent": 0},
     "none recent": {"recent": 0, "first": 17},
     "nothing packed": {"first": 5, "recent": 55},
     "one packed": {"first": 30, "recent": 29},
-    "several slabs": {"tokens": 300, "cuts": (1, 65, 70, 200)},
     "exact tokens of many tiles": {"tokens": 150, "first": 33, "recent": 50},
 }
+QUICK_SHAPES = "fp16", "several blocks of rows, the last not full", "several slabs"
 
 
-@pytest.mark.parametrize("zones", [x if x == "several slabs" else pytest.param(x, marks=pytest.mark.slow) for x in ZONES])
+@pytest.mark.parametrize("shape", [x if x in QUICK_SHAPES else pytest.param(x, marks=pytest.mark.slow) for x in FUSED])
 @pytest.mark.parametrize("format", ["int8", pytest.param("turboquant_4bit_nc", marks=pytest.mark.slow)])
-def test_fused_zones(format, zones, monkeypatch, triton):
-    check_fused(monkeypatch, *make(format, **{"heads": 1, "queries": 1, "tokens": 60, "cuts": ()} | ZONES[zones]))
+def test_fused_shapes(format, shape, monkeypatch, triton):
+    given = {"heads": 1, "queries": 1, "tokens": 60, "cuts": ()} | FUSED[shape]
+    check_fused(monkeypatch, *make(format, **given), causal=given["queries"] > 1)
 
 
 def test_fused_hides(monkeypatch, triton):
