@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 
 import pytest
@@ -17,6 +16,7 @@ from qkvcache.kernels.host.handles import ORDER
 from qkvcache.kernels.paged_inputs import BEGIN, SINKS
 from qkvcache.kernels.store import reference
 from tests.matrix import FORMATS, slowly
+from tests.softmax import attention_weights
 
 from .attention_inputs import assert_fake, assert_near
 from .paged_inputs import build, divided, inputs_of, pages_of, pool, row
@@ -25,30 +25,17 @@ from .test_fused_attend import KINDS, guarded, tolerance
 QUICK = ("identity", "int8_token", "nvfp4", "turboquant_3bit_nc", "fp8_tensor")
 
 
-def by_row(query: Tensor, inputs: PagedInputs, mask=None, *, scaling=None, causal=False, softcap=None, sinks=None):
-    """`attend_pages` for one row and head after another."""
-    batch, query_heads, queries, dim = query.shape
-    heads, value_dim = inputs.ring[0].shape[1], inputs.ring[1].shape[3]
-    out, lse = query.new_zeros(batch, query_heads, queries, value_dim, dtype=torch.float32), torch.full(query.shape[:3], -math.inf)
-    for b in range(batch):
-        for head in range(query_heads):
-            h = head // (query_heads // heads)
-            key, value = row(inputs, b, h, 0), row(inputs, b, h, 1)
-            for q in range(queries):
-                score = (key @ query[b, head, q].float()) * (dim**-0.5 if scaling is None else scaling)
-                score = softcap * torch.tanh(score / softcap) if softcap else score
-                place = torch.arange(len(key))
-                newest = len(key) - queries + q
-                if mask is not None:
-                    shown = mask.expand(batch, query_heads, queries, -1)[b, head, q, : len(key)]
-                    score = score.masked_fill(~shown, -math.inf) if mask.dtype == torch.bool else score + shown
-                if causal:
-                    score = score.masked_fill(place > newest, -math.inf)
-                logits = score if sinks is None else torch.cat([score, sinks[head : head + 1].float()])
-                if len(logits):
-                    lse[b, head, q] = torch.logsumexp(logits, 0)
-                if len(key):
-                    out[b, head, q] = logits.softmax(0)[: len(key)] @ value
+def by_row(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, *, sinks: Tensor | None = None, **options):
+    """`attend_pages` by its definition, for one row and KV head after another."""
+    (batch, query_heads, queries, _), heads = query.shape, inputs.ring[0].shape[1]
+    out, lse = query.new_zeros(batch, query_heads, queries, inputs.ring[1].shape[3]), query.new_zeros(batch, query_heads, queries)
+    for b, h in itertools.product(range(batch), range(heads)):
+        group = slice(h * query_heads // heads, (h + 1) * query_heads // heads)
+        key, value = (row(inputs, b, h, side)[None, None] for side in (0, 1))
+        shown = None if mask is None else mask.expand(batch, query_heads, queries, -1)[b : b + 1, group]
+        given = options | {"sinks": None if sinks is None else sinks[group]}
+        weights, lse[b, group] = attention_weights(query[b : b + 1, group], key, shown, **given)
+        out[b, group] = (weights @ value.double())[0].float()
     return out, lse
 
 
