@@ -15,8 +15,7 @@ from qkvcache.releases import passing
 from tests.evict.matrix import NAMED, KeyNorm
 from tests.evict.test_eviction import check_rows, inputs, kept
 from tests.matrix import ATTENTION, covering, model, slowly
-from tests.reference import assert_close, forward
-from tests.seeds import SEED
+from tests.reference import assert_close, forward, run
 from tests.tolerance import of_model, turned
 
 MOVES = {
@@ -41,16 +40,13 @@ def prompt(rows=1, length=40, seed=1):
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def generate(network, cache, inputs=None, **options):
-    torch.manual_seed(SEED + 2)
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | options
-    return network.generate(**(inputs or prompt()), **passing(cache), **options)
+generate = functools.partial(run, max_new_tokens=8)
 
 
-def say(cache, ids, network=None):
+def say(cache, ids):
     """Logits of all `ids` `[B, T]`, no padding."""
     with torch.no_grad():
-        return (network or llama())(ids, **passing(cache)).logits
+        return llama()(ids, **passing(cache)).logits
 
 
 def evicting(policy=None, format=None, **options):
