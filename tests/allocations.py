@@ -1,6 +1,8 @@
-"""The memory that torch allocates, on any device."""
+"""The memory that torch allocates, on any device, and the tensors that something holds."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -28,3 +30,26 @@ class Allocations(TorchDispatchMode):
                     self.largest = max(self.largest, storage.nbytes())
         self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
         return out
+
+
+def reachable(*things: object, modules: tuple[str, ...] = ("",)) -> Iterator[Tensor]:
+    """Tensors that are found through containers, and objects whose classes are in `modules`, without the library's help."""
+    seen, stack = set(), list(things)
+    while stack:
+        x = stack.pop()
+        if id(x) in seen or isinstance(x, type):
+            continue
+        seen.add(id(x))
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, dict):
+            stack += x.values()
+        elif isinstance(x, list | tuple):
+            stack += x
+        elif hasattr(x, "__dict__") and type(x).__module__.startswith(modules):
+            stack += vars(x).values()
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The bytes of each storage, by address."""
+    return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if x.numel()}

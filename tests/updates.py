@@ -1,9 +1,14 @@
-"""Keys and values for `layer.update`, good ones and bad ones."""
+"""Keys and values for `layer.update`, good ones and bad ones; and a compiled step of a layer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
+
+from qkvcache.kernels import attend_on_codes
+from qkvcache.layers.compressed import CompressedLayer
 
 ROWS, HEADS, DIM, VALUE_DIM = 3, 2, 64, 32
 Pair = tuple[Tensor, Tensor]
@@ -29,3 +34,22 @@ BAD_UPDATES = {
     "batch of keys and values": _pair((2, *K[1:]), V),
 }
 """For a layer that holds what `new` made."""
+
+
+def one_step(layer: CompressedLayer, x: Pair, query: Tensor) -> Tensor:
+    key, _ = layer.update(*x)
+    return attend_on_codes(query, key.attention_inputs)
+
+
+def compiled_steps() -> Iterator[tuple[Callable, list]]:
+    """For a fixture: `one_step` compiled into one graph, and the graphs that there are."""
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with torch.compiler.set_stance("default"), torch.no_grad():
+        yield torch.compile(one_step, fullgraph=True, backend=backend), graphs
+    torch.compiler.reset()

@@ -91,6 +91,11 @@ def check(network, cache, tolerance: float) -> None:
         assert_close(got, expected, tolerance)
 
 
+def check_formats(network) -> None:
+    for format, tolerance in (("identity", of_model(network)), ("int8", INT8)):
+        check(network, CompressedCache(network.config, format=format, **ZONES["zones"]), tolerance)
+
+
 @pytest.mark.filterwarnings(f"ignore:{SLOW}")
 @pytest.mark.parametrize(
     ("changing", "change"),
@@ -117,8 +122,7 @@ def test_values_of_another_layer(changing):
     modules[0].change = lambda key, value: (key, values.update(first=value) or value)
     for module in modules[1:]:
         module.change = lambda key, value: (key, values["first"])
-    for format, tolerance in (("identity", of_model(network)), ("int8", INT8)):
-        check(network, CompressedCache(network.config, format=format, **ZONES["zones"]), tolerance)
+    check_formats(network)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -147,8 +151,7 @@ def test_differential_attention(attention):
     """Two calls a layer, each on half of the value heads."""
     torch.manual_seed(SEED)
     network = AutoModelForCausalLM.from_config(DiffLlamaConfig(**_NO_HEAD_DIM), attn_implementation=attention).eval()
-    for format, tolerance in (("identity", of_model(network)), ("int8", INT8)):
-        check(network, CompressedCache(network.config, format=format, **ZONES["zones"]), tolerance)
+    check_formats(network)
     with pytest.raises(NotImplementedError, match=r"changes its keys or values.*leave out the policy"):
         next(steps(network, H2OCache(network.config, budget=16), MODE))
 
@@ -192,12 +195,10 @@ def test_writing_in_place_is_refused(write):
         write(key)
 
 
+@pytest.mark.filterwarnings(f"ignore:{SLOW}")
 def test_attention_that_calls_methods_of_tensors():
     """GPT-NeoX Japanese takes views of its keys and values."""
     size = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
     torch.manual_seed(SEED)
     network = AutoModelForCausalLM.from_config(GPTNeoXJapaneseConfig(**size, intermediate_multiple_size=2)).eval()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=SLOW)
-        for format, tolerance in (("identity", of_model(network)), ("int8", INT8)):
-            check(network, CompressedCache(network.config, format=format, **ZONES["zones"]), tolerance)
+    check_formats(network)

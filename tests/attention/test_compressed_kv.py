@@ -235,29 +235,26 @@ def test_sdpa_dropout_is_torchs(handles):
     assert torch.equal(*out)
 
 
-@pytest.mark.filterwarnings(f"ignore:{SLOW}")
-def test_sdpa_of_one_handle_and_one_tensor(handles):
-    query, (key, value) = torch.randn(B, H, 1, D), handles
-    expected = F.scaled_dot_product_attention(query, key.dense(), value.dense())
-    assert_close(F.scaled_dot_product_attention(query, key, value.dense()), expected, rounding(D, T))
-    assert_close(F.scaled_dot_product_attention(query, key.dense(), value), expected, rounding(D, T))
-
-
 PAIRS = {
     "swapped": lambda key, value, other: (value, key),
     "twice the keys": lambda key, value, other: (key, key),
     "values of another layer": lambda key, value, other: (key, other[1]),
     "keys of another layer": lambda key, value, other: (other[0], value),
+    "values of a tensor": lambda key, value, other: (key, dense(value)),
+    "keys of a tensor": lambda key, value, other: (dense(key), value),
 }
+
+
+def dense(x: CompressedKV | torch.Tensor) -> torch.Tensor:
+    return x if isinstance(x, torch.Tensor) else x.dense()
 
 
 @pytest.mark.filterwarnings(f"ignore:{SLOW}")
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 def test_sdpa_of_handles_that_no_update_returned_together(handles, pair):
-    query, other = torch.randn(B, H, 2, D), new_handles()
-    dense = [x.dense() for x in (*handles, *other)]
-    expected = F.scaled_dot_product_attention(query, *pair(*dense[:2], dense[2:]))
-    assert_close(F.scaled_dot_product_attention(query, *pair(*handles, other)), expected, rounding(D, T))
+    query, given = torch.randn(B, H, 2, D), pair(*handles, new_handles())
+    expected = F.scaled_dot_product_attention(query, *map(dense, given))
+    assert_close(F.scaled_dot_product_attention(query, *given), expected, rounding(D, T))
 
 
 def test_attributes_are_none_of_a_tensor():

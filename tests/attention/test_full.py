@@ -8,28 +8,15 @@ import torch
 from qkvcache.attention.full import QUERY_BLOCK, full_attention
 from qkvcache.attention.masks import HARMLESS
 from tests.reference import assert_close, count_decoded_layers
+from tests.softmax import softmax_attention
 from tests.tolerance import rounding
 
 MODULE = SimpleNamespace(is_causal=True)
 B, HQ, H, D, DV = 2, 4, 2, 16, 8
 
 
-def naive(query, key, value, mask, causal, scaling=None, softcap=None, s_aux=None):
-    key, value = (x.double().repeat_interleave(HQ // H, 1) for x in (key, value))
-    queries, tokens = query.shape[2], key.shape[2]
-    logits = query.double() @ key.mT * (D**-0.5 if scaling is None else scaling)
-    if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
-    if mask is not None:
-        logits = torch.where(mask, logits, -torch.inf) if mask.dtype == torch.bool else logits + mask
-    if causal:
-        position = torch.arange(tokens - queries, tokens)[:, None]
-        logits = torch.where(torch.arange(tokens) <= position, logits, -torch.inf)
-    weights = logits.exp()
-    total = weights.sum(-1, keepdim=True)
-    if s_aux is not None:
-        total = total + s_aux.double().exp().view(1, -1, 1, 1)
-    return (weights / total @ value).transpose(1, 2)
+def naive(query, key, value, mask, causal, s_aux=None, **options):
+    return softmax_attention(query, key, value, mask, causal=causal, sinks=s_aux, **options).transpose(1, 2)
 
 
 def tensors(queries, tokens):

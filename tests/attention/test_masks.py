@@ -1,5 +1,6 @@
 """`visible`: the masks of every implementation, against loops over queries and keys."""
 
+import functools
 import itertools
 from types import SimpleNamespace
 
@@ -64,18 +65,14 @@ def test_a_finished_mask_is_all_there_is(is_causal):
 @pytest.mark.parametrize("window", [None, 3, T, 100])
 @pytest.mark.parametrize("is_causal", [None, True, False])
 def test_flash(name, is_causal, window, longer):
-    def sees(b, q, t):
-        return t >= PADDING[b] and (is_causal is False or t <= q) and (window is None or q - t < window)
+    def sees(b, q, t, padding=(0, 0)):
+        return t >= padding[b] and (is_causal is False or t <= q) and (window is None or q - t < window)
 
     options = {"is_causal": is_causal, "sliding_window": window}
-    assert torch.equal(resolved(name, padding_mask(T + longer), **options), expected(sees))
-    assert torch.equal(resolved(name, padding_mask().bool(), **options), expected(sees))
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_flash_without_padding(window):
-    sees = expected(lambda b, q, t: t <= q and (window is None or q - t < window))
-    assert torch.equal(resolved("flash_attention_2", None, sliding_window=window), sees)
+    padded = expected(functools.partial(sees, padding=PADDING))
+    assert torch.equal(resolved(name, padding_mask(T + longer), **options), padded)
+    assert torch.equal(resolved(name, padding_mask().bool(), **options), padded)
+    assert torch.equal(resolved(name, None, **options), expected(sees))
 
 
 def test_a_window_is_for_flash_only():

@@ -43,6 +43,9 @@ SHARED = {
 }
 """Policies whose heads share the budget: `SHARED[name](budget)`."""
 
+BY_HEAD = [POLICIES["snapkv"](policies.Budget(15, heads=(3.0, 1.0))), POLICIES["snapkv"](policies.Budget(share=0.5, heads=(0.3, 0.6)))]
+"""Budgets in tokens and in a share whose parts differ by head."""
+
 NAMED = POLICIES | {f"{name}_shared": make for name, make in SHARED.items()}
 EACH_KIND = ["sink_window", "h2o", "tova", "snapkv", "keydiff", "key_norm", "expected_attention", "h2o_shared", "snapkv_shared"]
 """One of each kind of score, and budgets of heads."""

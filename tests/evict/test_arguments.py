@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import math
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -85,15 +86,12 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "options", "error", "says"), WRONG)
-def test_policies_refuse(kind, options, error, says):
-    with pytest.raises(error) as caught:
-        kind(**options)
-    assert says in str(caught.value)
+def config(name):
+    return model(name).config
 
 
 OF_HEADS = H2O(budget=Budget(64, heads=(1.0, 2.0)))
-SHARING = [
+CALLS = [
     (lambda: AdaKV(0.2), TypeError, "AdaKV wraps a policy such as SnapKV(budget=1024), got 0.2"),
     (lambda: AdaKV(SinkWindow()), ValueError, "alpha_safeguard=0.2: the scores of SinkWindow are not attention weights"),
     (lambda: AdaKV(KeyDiff()), ValueError, "whose scores are: Custom, ExpectedAttention, H2O, KVzip, SnapKV, TOVA"),
@@ -105,35 +103,6 @@ SHARING = [
     (lambda: AdaKV(AdaKV(H2O())), ValueError, "AdaKV(H2O): its heads share"),
     (lambda: resolve("adakv_keydiff"), ValueError, "the scores of KeyDiff"),
     (lambda: resolve("adakv_lru"), ValueError, "policy='lru' is unknown"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("make", "error", "says"), SHARING)
-def test_adakv_refuses(make, error, says):
-    with pytest.raises(error) as caught:
-        make()
-    assert says in str(caught.value)
-
-
-def test_adakv_keeps_the_options_of_its_policy():
-    policy = AdaKV(SnapKV(budget=64, recent=9))
-    assert policy == SnapKV(budget=64, recent=9, alpha_safeguard=0.2) != SnapKV(budget=64, recent=9)
-    assert copy.deepcopy(policy) == policy == pickle.loads(pickle.dumps(policy)) and hash(copy.copy(policy)) == hash(policy)
-    assert resolve("adakv_snapkv") == AdaKV(SnapKV())
-    assert named("adakv_snapkv", budget=0.5, recent=9) == AdaKV(SnapKV(budget=0.5, recent=9))
-
-
-def test_compression_ratio_is_one_minus_budget():
-    policy = SnapKV(compression_ratio=0.75)
-    assert policy == SnapKV(budget=0.25)
-    assert dataclasses.replace(policy, window_size=8) == SnapKV(budget=0.25, window_size=8)
-
-
-def config(name):
-    return model(name).config
-
-
-CACHES = [
     (lambda: CompressedCache(config("llama"), policy="h20"), ValueError, "policy='h20' is unknown: did you mean 'h2o'?"),
     (lambda: CompressedCache(config("llama"), policy="KeyDiff"), ValueError, "did you mean 'keydiff'?"),
     (lambda: CompressedCache(config("llama"), policy="lru"), ValueError, "known are sink_window, sliding_window, h2o"),
@@ -161,11 +130,25 @@ CACHES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "error", "says"), CACHES)
-def test_caches_refuse(make, error, says):
+@pytest.mark.parametrize(("make", "error", "says"), [*((partial(kind, **options), *rest) for kind, options, *rest in WRONG), *CALLS])
+def test_policies_and_caches_refuse(make, error, says):
     with pytest.raises(error) as caught:
         make()
     assert says in str(caught.value)
+
+
+def test_adakv_keeps_the_options_of_its_policy():
+    policy = AdaKV(SnapKV(budget=64, recent=9))
+    assert policy == SnapKV(budget=64, recent=9, alpha_safeguard=0.2) != SnapKV(budget=64, recent=9)
+    assert copy.deepcopy(policy) == policy == pickle.loads(pickle.dumps(policy)) and hash(copy.copy(policy)) == hash(policy)
+    assert resolve("adakv_snapkv") == AdaKV(SnapKV())
+    assert named("adakv_snapkv", budget=0.5, recent=9) == AdaKV(SnapKV(budget=0.5, recent=9))
+
+
+def test_compression_ratio_is_one_minus_budget():
+    policy = SnapKV(compression_ratio=0.75)
+    assert policy == SnapKV(budget=0.25)
+    assert dataclasses.replace(policy, window_size=8) == SnapKV(budget=0.25, window_size=8)
 
 
 def tokens(**options):

@@ -7,35 +7,23 @@ from transformers import DynamicCache
 
 from qkvcache import CompressedCache
 from qkvcache.policies import H2O, TOVA, Custom, SnapKV
+from tests.evict.matrix import SHARED
 from tests.matrix import ATTENTION, model, slowly
-from tests.reference import assert_close, forward
-from tests.seeds import SEED
+from tests.reference import Mode, assert_close, steps
 from tests.tolerance import of_model, rounding
 
 PADS = (0, 5, 9)
-SIZES = (4, 17, 10, 1, 3, 1)  # a boundary within the padding, chunks above and below what attends on codes
-LENGTH = sum(SIZES)
+TEXT = Mode(PADS, (4, 17, 10, 1, 3, 1))  # a boundary within the padding, chunks above and below what attends on codes
+LENGTH = sum(TEXT.sizes)
 
 
-def inputs():
-    torch.manual_seed(SEED + 3)
-    ids = torch.randint(3, 100, (len(PADS), LENGTH))
-    mask = (torch.arange(LENGTH) >= torch.tensor(PADS)[:, None]).long()
-    return ids * mask, mask
-
-
-def run(network, cache, sizes=SIZES):
-    ids, mask = inputs()
-    begin, logits = 0, []
-    for size in sizes:
-        logits.append(forward(network, cache, ids, mask, begin, begin + size))
-        begin += size
-    return logits
+def run(network, cache):
+    return list(steps(network, cache, TEXT))
 
 
 def weights(network, layer):
     """Dense attention `[B, H, Q, T]` of each KV head's group, as eager transformers computes it; padding is 0."""
-    ids, mask = inputs()
+    ids, mask = TEXT.inputs()
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     with torch.no_grad():
         out = network(input_ids=ids, attention_mask=mask, position_ids=positions, output_attentions=True)
@@ -62,8 +50,8 @@ def expected(name, attention):
         return attention[:, :, -1]
     total = torch.zeros_like(attention[:, :, 0])
     begin = 0
-    _, mask = inputs()
-    for size in SIZES:
+    _, mask = TEXT.inputs()
+    for size in TEXT.sizes:
         step = slice(begin, begin + size)
         is_valid = mask[:, step].bool()
         if name == "decay":
@@ -130,10 +118,11 @@ POLICIES = {
     "tova": TOVA(budget=15),
     "snapkv": SnapKV(budget=15, window_size=4, interval=2, recent=3),
     "custom": Custom(function=lambda tokens: tokens.score * tokens.value_norm, budget=15),
+    "shared": SHARED["snapkv"](15),
 }
 
 
-@pytest.mark.parametrize("kind", slowly(POLICIES, ["h2o", "snapkv"]))
+@pytest.mark.parametrize("kind", slowly(POLICIES, ["h2o", "snapkv", "shared"]))
 @pytest.mark.parametrize("attention", ATTENTION[1:])
 def test_every_implementation_keeps_the_same(attention, kind):
     caches, said = [], []
@@ -144,17 +133,6 @@ def test_every_implementation_keeps_the_same(attention, kind):
         assert_close(ours, theirs, of_model(model("llama")))
     for layer in range(3):
         assert torch.equal(*(cache.kept_positions(layer) for cache in caches))
-
-
-def test_custom_scores_are_those_of_h2o():
-    """Custom(lambda t: t.score) is H2O(reduce="sum")."""
-    same, kept = {"budget": 15, "num_sink_tokens": 1, "recent": 4}, []
-    for policy in (Custom(function=lambda t: t.score, **same), H2O(reduce="sum", **same)):
-        cache = CompressedCache(model("llama").config, policy=policy)
-        kept.append((cache, run(model("llama"), cache)))
-    for layer in range(3):
-        assert torch.equal(*(cache.kept_positions(layer) for cache, _ in kept))
-    assert all(torch.equal(a, b) for a, b in zip(kept[0][1], kept[1][1], strict=True))
 
 
 def test_an_attention_that_is_not_reported_is_refused():

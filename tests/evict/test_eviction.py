@@ -12,7 +12,8 @@ from qkvcache.attention import route
 from qkvcache.evict.policies.budget import LEAST
 from qkvcache.policies import H2O, AdaKV, Budget, KeyDiff, SlidingWindow, SnapKV
 from qkvcache.releases import passing
-from tests.evict.matrix import CUT_FREE, EACH_KIND, NAMED, POLICIES, KeyNorm
+from tests.allocations import reachable, storages
+from tests.evict.matrix import BY_HEAD, EACH_KIND, NAMED, POLICIES, KeyNorm
 from tests.matrix import ATTENTION, UNSUPPORTED, covering, model, slowly
 from tests.reference import ZONES, assert_close, count_decoded_layers, forward
 from tests.seeds import SEED
@@ -44,12 +45,6 @@ def run(network, cache, sizes, text=None, check=None):
     return logits
 
 
-def alone(sizes, pad):
-    """The steps of a row without its padding."""
-    ends = [max(sum(sizes[: i + 1]) - pad, 0) for i in range(len(sizes))]
-    return [size for size in (b - a for a, b in zip([0, *ends], ends, strict=False)) if size]
-
-
 def kept(cache, row=None):
     """Positions held in each full-attention layer."""
     found = []
@@ -62,57 +57,29 @@ def kept(cache, row=None):
     return found
 
 
-def check_rows(network, make, sizes, tolerance=None):
-    """Every row of a padded batch keeps and says what its text alone does."""
-    ids, mask = inputs()
-    together = make()
-    logits = torch.zeros(len(PADS), LENGTH, network.config.vocab_size)
-    logits[mask.bool()] = torch.cat([x for x in _by_row(network, together, sizes, ids, mask)])
-    for row, pad in enumerate(PADS):
-        single = make()
-        got = torch.cat(run(network, single, alone(sizes, pad), (ids[row : row + 1, pad:], mask[row : row + 1, pad:])))
+def check_rows(network, make, sizes, tolerance=None, text=None):
+    """Every row of a padded batch keeps and says what its text alone does. Returns the cache of the batch."""
+    ids, mask = text or inputs()
+    together, steps = make(), mask.split(sizes, dim=1)
+    said = run(network, together, sizes, (ids, mask))
+    by_row = [logits.split(step.sum(-1).tolist()) for logits, step in zip(said, steps, strict=True)]
+    for row in range(len(ids)):
+        single, mine = make(), ids[row : row + 1, mask[row].bool()]
+        counts = [count for step in steps if (count := int(step[row].sum()))]
+        got = torch.cat(run(network, single, counts, (mine, torch.ones_like(mine))))
         assert kept(single) == kept(together, row)
-        assert_close(logits[row, pad:], got, tolerance or of_model(network))
+        assert_close(torch.cat([logits[row] for logits in by_row]), got, tolerance or of_model(network))
+    return together
 
 
-def _by_row(network, cache, sizes, ids, mask):
-    parts = run(network, cache, sizes, (ids, mask))
-    begin, rows = 0, [[] for _ in PADS]
-    for size, part in zip(sizes, parts, strict=True):
-        counts = mask[:, begin : begin + size].sum(-1).tolist()
-        for row, x in zip(rows, part.split(counts), strict=True):
-            row.append(x)
-        begin += size
-    return [torch.cat(row) for row in rows]
-
-
-HOLDING = (
-    "layers",
-    "storage",
-    "kernels",
-    *(f"evict.{name}" for name in ("layer", "storage", "metadata", "head_pages", "by_head", "tail", "slot_pages")),
-)
-HOLDING = tuple(f"qkvcache.{name}" for name in HOLDING)
+OF_EVICTION = ("layer", "storage", "metadata", "head_pages", "by_head", "tail", "slot_pages")
+HOLDING = ("layers", "storage", "kernels", *(f"evict.{name}" for name in OF_EVICTION))
 """Modules of what holds tokens."""
 
 
 def live_bytes(cache):
-    """Bytes of all tensors reachable from the layers, each storage once, found without the library's help."""
-    seen, stack, storages = set(), list(cache.layers), {}
-    while stack:
-        x = stack.pop()
-        if id(x) in seen or isinstance(x, type):
-            continue
-        seen.add(id(x))
-        if isinstance(x, torch.Tensor):
-            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        elif isinstance(x, dict):
-            stack += x.values()
-        elif isinstance(x, list | tuple):
-            stack += x
-        elif type(x).__module__.startswith(HOLDING):
-            stack += vars(x).values()
-    return sum(storages.values())
+    """Bytes of all tensors reachable from the layers, each storage once."""
+    return sum(storages(reachable(*cache.layers, modules=tuple(f"qkvcache.{name}" for name in HOLDING))).values())
 
 
 @pytest.mark.parametrize(("name", "budget"), covering(POLICIES, [12, 21], strength=1))
@@ -132,13 +99,22 @@ def test_the_budget_is_full_at_every_step_and_never_exceeded(name, budget, forma
     run(network, cache, (30, *[1] * 6, 3), inputs((0,), 39), check)
 
 
-@pytest.mark.parametrize("attention", slowly(IMPLEMENTATIONS, ["sdpa"]))
-@pytest.mark.parametrize("name", slowly(NAMED, EACH_KIND))
-def test_a_padded_row_equals_its_prompt_alone(name, attention):
+SHARES = [H2O(budget=0.5, recent=0.25), H2O(budget=Budget(4, 0.3), recent=3), KeyNorm(budget=0.4, recent=0.2)]
+OF_CODES = slowly(NAMED, ["h2o", "key_norm", "h2o_shared", "snapkv_shared"])
+INTERVAL = SnapKV(budget=15, interval=4, window_size=4, recent=3)
+PADDED = [
+    *((NAMED[name](25), "chunked", None) for name in slowly(NAMED, EACH_KIND)),  # rows of 16, 25 and 30 tokens after the prompt
+    *((NAMED[name](15), "whole", format) for name, format in covering(OF_CODES, ["int8", "turboquant_k8v4"], strength=1)),
+    *((policy, *row) for policy in (INTERVAL, *BY_HEAD) for row in (("whole", "int8"), ("chunked", None))),
+    *(pytest.param(policy, "whole", None, marks=pytest.mark.sums) for policy in (*SHARES, AdaKV(H2O(budget=0.5, recent=3)))),
+]
+
+
+@pytest.mark.parametrize(("policy", "cut", "format"), PADDED, ids=str)
+def test_a_padded_row_equals_its_prompt_alone(policy, cut, format):
     """Prompts below, at and above the budget; a chunk that ends in the padding; steps of several tokens."""
-    network = model("llama", attention, layers=2)
-    make = functools.partial(CompressedCache, network.config, policy=NAMED[name](25))  # rows of 16, 25 and 30 tokens after the prompt
-    check_rows(network, make, CUTS["chunked" if attention == "sdpa" else "whole"])
+    network, options = model("llama", layers=2), ZONES["zones"] | {"format": format} if format else {}
+    check_rows(network, functools.partial(CompressedCache, network.config, policy=policy, **options), CUTS[cut], TURNED if format else None)
 
 
 @pytest.mark.sums
@@ -168,38 +144,6 @@ def test_many_tokens_in_chunks_keep_what_a_dense_layer_keeps(monkeypatch, name, 
 def test_padded_rows_of_other_budgets(name, budget, cut, attention):
     network = model("llama", attention)
     check_rows(network, functools.partial(CompressedCache, network.config, policy=POLICIES[name](budget)), CUTS[cut])
-
-
-@pytest.mark.parametrize(("cut", "format"), [("whole", None), ("whole", "int8"), ("chunked", None)])
-def test_intervals_of_padded_rows(cut, format):
-    network = model("llama", layers=2)
-    policy = SnapKV(budget=15, interval=4, window_size=4, recent=3)
-    make = functools.partial(CompressedCache, network.config, policy=policy, format=format, **ZONES["zones"])
-    check_rows(network, make, CUTS[cut], None if format is None else TURNED)
-
-
-@pytest.mark.parametrize(
-    ("name", "format"),
-    covering(slowly(NAMED, ["h2o", "key_norm", "h2o_shared", "snapkv_shared"]), ["int8", "turboquant_k8v4"], strength=1),
-)
-def test_a_padded_row_of_codes_equals_its_prompt_alone(name, format):
-    network = model("llama", layers=2)
-    make = functools.partial(CompressedCache, network.config, policy=NAMED[name](15), format=format, **ZONES["zones"])
-    check_rows(network, make, CUTS["whole"], TURNED)
-
-
-@pytest.mark.sums
-@pytest.mark.parametrize(
-    "policy",
-    [
-        H2O(budget=0.5, recent=0.25), H2O(budget=Budget(4, 0.3), recent=3), KeyNorm(budget=0.4, recent=0.2),
-        AdaKV(H2O(budget=0.5, recent=3)),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_shares_are_of_each_row(policy):
-    network = model("llama", layers=2)
-    check_rows(network, functools.partial(CompressedCache, network.config, policy=policy), CUTS["whole"])
 
 
 @pytest.mark.parametrize("format", [None, "int8"])
@@ -233,27 +177,15 @@ def test_shares_and_intervals_stay_within_the_budget(policy, format):
             assert all(least)  # and no more than `interval - 1` places stay empty
 
 
-@pytest.mark.parametrize("name", CUT_FREE)
-@pytest.mark.parametrize("attention", slowly(IMPLEMENTATIONS, ["sdpa"]))
-def test_any_cut_of_a_static_text_keeps_the_same(name, attention):
-    """At once, in chunks with a remainder, one at a time: the same kept tokens in layer 0, whose keys do not depend on the cache."""
-    network = model("llama", attention, layers=1)
-    expected = None
-    for sizes in ((LENGTH,), (7,) * 5 + (2,), (1,) * LENGTH, (20, *[1] * 17)):
-        cache = CompressedCache(network.config, policy=POLICIES[name](15))
-        run(network, cache, sizes, inputs((0,)))
-        found = cache.kept_positions(0)
-        expected = found if expected is None else expected
-        assert torch.equal(found, expected)
-    assert found.shape[-1] == 15
-
-
-def assert_generate_equals_a_loop(network, ours, manual, ids, mask, chunk):
-    """`generate` through `ours` gives the tokens of a loop of forwards through `manual`, for prompts `[3, 29]` in chunks of 7 or whole."""
+@pytest.mark.parametrize("chunk", slowly([None, 7], [7]))
+@pytest.mark.parametrize("name", slowly(NAMED, ["sink_window", "h2o", "keydiff", "expected_attention", "snapkv_shared"]))
+def test_generate_equals_a_manual_loop(name, chunk):
+    network, (ids, mask) = model("llama", layers=2), inputs(PADS, 29)
+    ours, manual = (CompressedCache(network.config, policy=NAMED[name](14)) for _ in range(2))
     options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "prefill_chunk_size": chunk}
     expected = network.generate(input_ids=ids, attention_mask=mask, **passing(ours), **options)
-    sizes, begin = ([7] * 4 + [1] if chunk else [29]), 0
-    for size in sizes + [1] * 9:
+    begin = 0
+    for size in ([7] * 4 + [1] if chunk else [29]) + [1] * 9:
         logits = forward(network, manual, ids, mask, begin, begin + size)
         begin += size
         if begin >= 29:
@@ -261,14 +193,6 @@ def assert_generate_equals_a_loop(network, ours, manual, ids, mask, chunk):
             ids = torch.cat([ids, last.argmax(-1)[:, None]], 1)
             mask = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], 1)
     assert torch.equal(ids, expected)
-
-
-@pytest.mark.parametrize("chunk", slowly([None, 7], [7]))
-@pytest.mark.parametrize("name", slowly(NAMED, ["sink_window", "h2o", "keydiff", "expected_attention", "snapkv_shared"]))
-def test_generate_equals_a_manual_loop(name, chunk):
-    network, (ids, mask) = model("llama", layers=2), inputs(PADS, 29)
-    ours, manual = (CompressedCache(network.config, policy=NAMED[name](14)) for _ in range(2))
-    assert_generate_equals_a_loop(network, ours, manual, ids, mask, chunk)
     assert kept(ours) == kept(manual) and ((ours.kept_positions() >= 0).sum((1, 2)) == 2 * 14).all()
 
 

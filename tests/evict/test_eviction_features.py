@@ -1,7 +1,7 @@
 """What else caches that evict go through: streams, forks, turns, beams, other budgets, and what they refuse."""
 
 import copy
-import random
+import functools
 
 import pytest
 import torch
@@ -13,10 +13,9 @@ from qkvcache.attention import install, installed, uninstall
 from qkvcache.policies import H2O, SinkWindow
 from qkvcache.releases import passing
 from tests.evict.matrix import NAMED, KeyNorm
-from tests.evict.test_eviction import kept
+from tests.evict.test_eviction import check_rows, inputs, kept
 from tests.matrix import ATTENTION, covering, model, slowly
-from tests.reference import assert_close, forward
-from tests.seeds import SEED
+from tests.reference import assert_close, forward, run
 from tests.tolerance import of_model, turned
 
 MOVES = {
@@ -36,23 +35,18 @@ def llama(attention="sdpa"):
 
 
 def prompt(rows=1, length=40, seed=1):
-    """Left-padded rows without repetitions, as keywords: in layer 0 only rounding would tell the norms of a token's keys apart."""
-    torch.manual_seed(SEED + seed)
-    ids = 3 + torch.stack([torch.randperm(97)[:length] for _ in range(rows)])
-    mask = (torch.arange(length) >= 5 * torch.arange(rows)[:, None]).long()
-    return {"input_ids": ids * mask, "attention_mask": mask}
+    """Rows padded by 0, 5, 10, ... tokens, as keywords."""
+    ids, mask = inputs(range(0, 5 * rows, 5), length, seed)
+    return {"input_ids": ids, "attention_mask": mask}
 
 
-def generate(network, cache, inputs=None, **options):
-    torch.manual_seed(SEED + 2)
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | options
-    return network.generate(**(inputs or prompt()), **passing(cache), **options)
+generate = functools.partial(run, max_new_tokens=8)
 
 
-def say(cache, ids, network=None):
+def say(cache, ids):
     """Logits of all `ids` `[B, T]`, no padding."""
     with torch.no_grad():
-        return (network or llama())(ids, **passing(cache)).logits
+        return llama()(ids, **passing(cache)).logits
 
 
 def evicting(policy=None, format=None, **options):
@@ -136,93 +130,27 @@ def test_a_question_to_a_copy_leaves_the_context_as_it_was(name, format):
     assert same(state(cache), state(fork))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"policy": KeyNorm(budget=[12, 16, 50], recent=3)}, {"policy": KeyNorm(budget=12, recent=3), "skip_layers": [1]}],
-    ids=["budgets", "skip_layers"],
-)
 @pytest.mark.parametrize("attention", slowly(ATTENTION, ["sdpa", "eager"]))
-def test_layers_that_hold_more_than_the_first(attention, options):
-    """A padded row is as alone, though transformers makes one mask, as wide as the first layer needs."""
-    network, (ids, mask) = model("llama", attention), prompt(2, 23).values()
-    cache, single = (CompressedCache(network.config, **options) for _ in range(2))
-    for a, b in ((0, 20), (20, 21), (21, 22), (22, 23)):
-        got = forward(network, cache, ids, mask, a, b)
-        assert_close(got[-1:], forward(network, single, ids[1:, 5:], mask[1:, 5:], max(a - 5, 0), b - 5)[-1:], of_model(network))
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_budgets_of_each_layer(attention):
-    network, (ids, mask) = model("llama", attention), prompt(3).values()
-    policy = KeyNorm(budget=[12, 0.5, 25], recent=3, interval=1)
-    cache = CompressedCache(network.config, policy=policy)
-    steps = ((0, 30), *((i, i + 1) for i in range(30, 40)))
-    batch = [forward(network, cache, ids, mask, *step) for step in steps]
-    assert [cache.stored_length(i) for i in range(3)] == [12, 20, 25]
-    for row in range(3):
-        single, pad = CompressedCache(network.config, policy=policy), 5 * row
-        for (a, b), part in zip(steps, batch, strict=True):
-            got = forward(network, single, ids[row : row + 1, pad:], mask[row : row + 1, pad:], max(a - pad, 0), b - pad)
-            if b - a == 1:
-                assert_close(part[row : row + 1], got, of_model(network))
-        assert [single.stored_length(i) for i in range(3)] == [12, (40 - pad) // 2, 25]
-    with pytest.raises(ValueError, match="2 budgets for 3"):
-        CompressedCache(network.config, policy=KeyNorm(budget=[12, 24]))
+    """A padded row is as alone, though transformers makes one mask, as wide as the first layer needs, and others hold more."""
+    network, sizes = model("llama", attention), (30, *[1] * 7)
+    make = functools.partial(CompressedCache, network.config)
+    check_rows(network, functools.partial(make, policy=KeyNorm(budget=12, recent=3), skip_layers=[1]), sizes)
+    cache = check_rows(network, functools.partial(make, policy=KeyNorm(budget=[12, 0.5, 25], recent=3, interval=1)), sizes)
+    assert [cache.stored_length(i) for i in range(3)] == [12, 37 // 2, 25]
     with pytest.raises(ValueError, match="budgets by layer need the config"):
         CompressedCache(policy=KeyNorm(budget=[12, 24]))
-    assert len(CompressedCache(network.config, policy=KeyNorm(budget=[12, 24]), skip_layers=[1]).layers) == 3
-
-
-@pytest.mark.parametrize("positions", ["original", "cache"])
-@pytest.mark.parametrize("depth", [0.05, 0.95])
-def test_the_embedded_model_finds_what_is_kept_and_nothing_else(depth, positions):
-    from qkvcache import demo
-    from qkvcache.evaluation.recall import recall_case
-
-    network, tokenizer = demo.load()
-    found = {"all": 0, "window": 0}
-    for seed in range(2):
-        text = demo.text()[5000 * seed + 10_000 :][:900]
-        case = recall_case(random.Random(SEED + seed), text, depth)
-        context, question, answer = (
-            tokenizer(x, return_tensors="pt", add_special_tokens=False)["input_ids"]
-            for x in (case.context, "\n\n" + case.question, case.answer)
-        )
-        needle = len(tokenizer(case.context[: case.context.index(case.answer)], add_special_tokens=False)["input_ids"])
-        caches = {"all": DynamicCache(config=network.config), "window": SinkCache(network.config, window_length=150, positions=positions)}
-        for name, cache in caches.items():
-            say(cache, context, network)
-            if name == "window":
-                assert (needle in cache.kept_positions()[0, 0].tolist()) == (depth > 0.5)
-            got, logits = [], say(cache, question, network)
-            for _ in range(answer.shape[1]):
-                got.append(int(logits[0, -1].argmax()))
-                logits = say(cache, torch.tensor([got[-1:]]), network)
-            found[name] += tokenizer.decode(got).startswith(case.answer)
-    assert found == {"all": 2, "window": 2 if depth > 0.5 else 0}
+    assert len(make(policy=KeyNorm(budget=[12, 24]), skip_layers=[1]).layers) == 3
 
 
 @pytest.mark.parametrize("attention", slowly(ATTENTION, ["sdpa"]))
 @pytest.mark.parametrize("name", EACH)
 def test_turns_of_different_lengths(name, attention):
     """Padding in the middle of a conversation: each row is as alone without it."""
-    network, generator = llama(attention), torch.Generator().manual_seed(SEED + 3)
-    ids = 3 + torch.stack([torch.randperm(97, generator=generator)[:46] for _ in range(3)])  # no two of the same norm
-    mask = torch.ones_like(ids)
-    for row, (left, middle) in enumerate(((0, 6), (4, 0), (9, 3))):
-        mask[row, :left] = 0
-        mask[row, 24 : 24 + middle] = 0  # the second turn is padded on its left too
-    spans = [(0, 20), *((i, i + 1) for i in range(20, 24)), (24, 36), *((i, i + 1) for i in range(36, 46))]
-    batch = CompressedCache(network.config, policy=NAMED[name](15))
-    parts = [forward(network, batch, ids * mask, mask, a, b) for a, b in spans]
-    for row in range(3):
-        is_valid, single = mask[row].bool(), CompressedCache(network.config, policy=NAMED[name](15))
-        mine, ones = ids[row : row + 1, is_valid], mask[row : row + 1, is_valid]
-        for (a, b), part in zip(spans, parts, strict=True):
-            got = forward(network, single, mine, ones, int(is_valid[:a].sum()), int(is_valid[:b].sum()))
-            counts = mask[:, a:b].sum(-1).tolist()
-            assert_close(part.split(counts)[row], got, of_model(network))
-        assert kept(single) == kept(batch, row)
+    ids, mask = inputs((0, 4, 9), 46)
+    mask[0, 24:30] = mask[2, 24:27] = 0  # the second turn is padded on its left too
+    make = functools.partial(CompressedCache, llama().config, policy=NAMED[name](15))
+    check_rows(llama(attention), make, (20, *[1] * 4, 12, *[1] * 10), text=(ids * mask, mask))
 
 
 SEVERAL = {

@@ -1,7 +1,5 @@
 """Profiles of heads: shares of a context, budgets made of them, files; heads that look things up are found."""
 
-import copy
-import functools
 import json
 import math
 
@@ -15,14 +13,9 @@ from qkvcache.evaluation.spec import CacheSpec
 from qkvcache.policies import Budget, HeadProfile
 from qkvcache.releases import passing
 from tests import matrix
-from tests.evict.oracle import drive
-from tests.evict.test_eviction import CUTS, check_rows, inputs, live_bytes, run
+from tests.evict.test_kept import TEXTS, check
 from tests.evict.test_kept import ZONES as LAYER_ZONES
-from tests.evict.test_kept import check, held
-from tests.evict.test_shared_budgets import TEXTS
 from tests.matrix import covering
-from tests.reference import ZONES, forward
-from tests.tolerance import TURNED
 
 PROFILE = HeadProfile((((0.9, 0.8, 0.7, 0.6), (0.5, 0.1, 0.0, 0.0)), ((0.4, 0.3, 0.2, 0.1), (0.0, 0.0, 0.0, 0.0))))
 
@@ -131,40 +124,6 @@ def test_each_head_retains_its_part(name, text, heads):
     """Against a plain loop, in a cache without exact zones and in one with them."""
     for zones in ({}, LAYER_ZONES[0]):
         check(OF_HEADS[name](Budget(14, heads=heads)), TEXTS[text], **zones)
-
-
-def test_equal_parts_are_a_budget_for_each_head():
-    for zones in ({}, LAYER_ZONES[0]):
-        divided, whole = (
-            drive(OF_HEADS["snapkv"](Budget(14, heads=heads)), TEXTS["padded"], "int8", **zones) for heads in ((2.0, 2.0), ())
-        )
-        for one, other in zip(divided, whole, strict=True):
-            assert held(one) == held(other)
-
-
-def cache_of(budget, format=None, **options):
-    return CompressedCache(matrix.model("llama", layers=2).config, policy=OF_HEADS["snapkv"](budget), format=format, **options)
-
-
-@pytest.mark.parametrize("budget", [Budget(15, heads=(3.0, 1.0)), Budget(share=0.5, heads=(0.3, 0.6))], ids=str)
-@pytest.mark.parametrize("format", [None, "int8"])
-def test_in_a_model(budget, format):
-    """A padded row equals its prompt alone; the budget holds after every step; bytes are those of live tensors; a copy goes on alike."""
-    network = matrix.model("llama", layers=2)
-    zones = ZONES["zones"] if format else {}
-    make = functools.partial(cache_of, budget, format, **zones)
-    check_rows(network, make, CUTS["whole" if format else "chunked"], TURNED if format else None)
-    cache = cache_of(budget, format, num_sink_tokens=2, residual_length=3)
-
-    def bounded(seen):
-        for layer in range(2):
-            held = (cache.kept_positions(layer) >= 0).sum(-1)
-            assert held.sum() <= 2 * max(OF_HEADS["snapkv"](budget).size(budget, seen), 8)
-        assert cache.nbytes == live_bytes(cache)
-
-    run(network, cache, (30, *[1] * 6, 3, 1), inputs((0,), 40), bounded)
-    both = [forward(network, each, *inputs((0,), 41), 40, 41) for each in (copy.deepcopy(cache), cache)]
-    assert torch.equal(*both)
 
 
 def test_the_command_and_evaluations(tmp_path):

@@ -5,26 +5,20 @@ import torch
 
 from qkvcache.evict.policies import expected_attention
 from qkvcache.kernels.attend import matmul
-from qkvcache.policies import (
-    H2O,
-    Custom,
-    ExpectedAttention,
-    KeyDiff,
-    Random,
-    SinkWindow,
-    SnapKV,
-)
+from qkvcache.policies import H2O, AdaKV, Custom, ExpectedAttention, KeyDiff, Random, SinkWindow, SnapKV
 from tests.codes import codes_of
-from tests.evict.matrix import CUT_FREE, POLICIES, KeyNorm
+from tests.evict.matrix import CUT_FREE, NAMED, POLICIES, SHARED, KeyNorm
 from tests.evict.oracle import Text, columns, drive, kept
-from tests.matrix import COVER, covering, slowly
+from tests.matrix import COVER, THREE, covering, slowly
 from tests.tolerance import rounding, same_decoded
 
 TEXTS = {
-    "even": Text((0,) * 3, (20, 1, 1, 17, *[1] * 8)),
-    "padded": Text((0, 3, 9, 14, 23), (20, 1, 1, 3, *[1] * 12)),  # one row begins in the fourth step
-    "chunked": Text((0, 3, 9, 14, 23), (4, 7, 10, 9, 1, 1, 1, 5, 2, 1)),
+    "even": Text((0,) * 3, (20, 1, 1, 17, *[1] * 8), skew=4.0),
+    "padded": Text((0, 3, 9, 14, 23), (20, 1, 1, 3, *[1] * 12), skew=4.0),  # one row begins in the fourth step
+    "chunked": Text((0, 3, 9, 14, 23), (4, 7, 10, 9, 1, 1, 1, 5, 2, 1), skew=4.0),
 }
+LONG = Text((0, 5, 40), (300, *[1] * 60, 40, *[1] * 10), skew=3.0)
+"""Whose heads take several pages."""
 SPARSE = {
     "snapkv": SnapKV(budget=14, interval=3, window_size=4, recent=3),
     "h2o": H2O(budget=14, interval=4, recent=2),
@@ -52,10 +46,16 @@ BUDGETS = slowly([12, 21], [12])
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "budget"), [*covering(POLICIES, ["chunked"], BUDGETS), *covering(POLICIES, ["even", "padded"], BUDGETS, strength=1)]
+    ("name", "text", "budget"),
+    [
+        *covering(POLICIES, ["chunked"], BUDGETS),
+        *covering(POLICIES, ["even", "padded"], BUDGETS, strength=1),
+        *((f"{name}_shared", text, 14) for name, text in covering(SHARED, TEXTS, strength=1)),
+    ],
 )
 def test_those_with_the_highest_score_are_kept(name, budget, text):
-    check(POLICIES[name](budget), TEXTS[text])
+    """Of the head, or of all heads that share a budget."""
+    check(NAMED[name](budget), TEXTS[text])
 
 
 @pytest.mark.parametrize(("name", "text"), covering(SPARSE, TEXTS, strength=1))
@@ -71,13 +71,6 @@ def test_intervals(name, text):
 )
 def test_smallest_budgets(policy):
     check(policy, TEXTS["chunked"])
-
-
-def test_a_position_as_priority_is_a_window():
-    custom = Custom(function=lambda tokens: tokens.positions.float(), budget=12, num_sink_tokens=4, recent=0)
-    window = SinkWindow(window_length=8, num_sink_tokens=4)
-    for ours, theirs in zip(drive(custom, TEXTS["chunked"]), drive(window, TEXTS["chunked"]), strict=True):
-        assert torch.equal(ours.positions(), theirs.positions())
 
 
 @pytest.mark.parametrize("norm", ["key_norm", "value_norm"])
@@ -102,21 +95,20 @@ ZONES = (
 )
 
 
-@pytest.mark.parametrize("name", slowly(CUT_FREE, ["key_norm"]))
-@pytest.mark.parametrize(("format", "text"), covering(COVER, ["chunked", "even"], strength=1))
-def test_every_format_keeps_what_the_exact_one_keeps(format, text, name):
+@pytest.mark.parametrize(
+    ("name", "format", "text"),
+    [
+        *((name, *row) for name in slowly(CUT_FREE, ["key_norm"]) for row in covering(COVER, ["chunked", "even"], strength=1)),
+        ("keydiff", "int8", "chunked"),
+        *(("expected_attention_shared", format, "chunked") for format in THREE),
+    ],
+)
+def test_every_format_keeps_what_the_exact_one_keeps(name, format, text):
     """Keys are looked at before they are encoded, and exact zones hold only protected tokens. Attention is not asked here."""
-    policy = POLICIES[name](16)
+    policy = NAMED[name](16)
     expected = [held(layer) for layer in drive(policy, TEXTS[text])]
-    for zones in ZONES[:2]:
+    for zones in ZONES:
         assert [held(layer) for layer in drive(policy, TEXTS[text], format, **zones)] == expected
-
-
-@pytest.mark.parametrize("zones", ZONES)
-def test_keydiff_keeps_the_same_in_every_format(zones):
-    policy, text = POLICIES["keydiff"](16), TEXTS["chunked"]
-    expected = [held(layer) for layer in drive(policy, text)]
-    assert [held(layer) for layer in drive(policy, text, "int8", **zones)] == expected
 
 
 @pytest.mark.parametrize(("format", "evictions"), [("int8", 300), ("identity", 100), ("fp8_token", 100), ("turboquant_3bit_nc", 100)])
@@ -139,10 +131,17 @@ def test_survivors_are_never_encoded_again_nor_moved(format, evictions):
     assert survived > evictions * 2 * 2 * 15
 
 
-@pytest.mark.parametrize("format", ["identity", "int8", "int8_token", "fp8_token", "nvfp4", "int4"])
-def test_a_slot_decodes_to_the_token_whose_position_it_records(format):
-    text, first = Text((0, 5), (30, *[1] * 40)), {"num_sink_tokens": 2, "residual_length": 3}
-    *_, layer = drive(KeyNorm(budget=20, recent=3), text, format, **first)
+@pytest.mark.parametrize("format", ["identity", "int8", "int8_token", "fp8_token", "nvfp4", "int4", "hadaquant_k3v3"])
+@pytest.mark.parametrize(
+    ("policy", "text", "zones"),
+    [
+        (KeyNorm(budget=20, recent=3), Text((0, 5), (30, *[1] * 40)), {"num_sink_tokens": 2, "residual_length": 3}),
+        (AdaKV(SnapKV(budget=100, window_size=8, recent=10, interval=2)), LONG, {}),
+    ],
+    ids=["each head", "shared"],
+)
+def test_a_slot_decodes_to_the_token_whose_position_it_records(policy, text, zones, format):
+    *_, layer = drive(policy, text, format, **zones)
     positions = columns(layer).long()
     at = (positions + torch.tensor(text.pads)[:, None, None])[..., None].expand(-1, -1, -1, text.keys.shape[-1])
     tokens = layer.storage.tokens

@@ -12,32 +12,26 @@ from qkvcache.evict.layer import EvictingLayer
 from qkvcache.evict.policies.budget import share_of
 from qkvcache.policies import H2O, TOVA, Custom, KeyDiff, SinkWindow
 from qkvcache.releases import passing
+from tests.evict.test_eviction import inputs, run
 from tests.matrix import FORMATS, model
-from tests.reference import assert_close, forward
-from tests.tolerance import rounding
+from tests.reference import forward
 
 SHARES = [H2O(budget=0.3), H2O(budget=0.5, recent=1.0), KeyDiff(budget=0.2, interval=8, recent=2), KeyDiff(budget=0.2, recent=0.9)]
-
-
-def text(rows, length):
-    mask = (torch.arange(length) >= 5 * torch.arange(rows)[:, None]).long()
-    return torch.randint(3, 100, (rows, length)) * mask, mask
 
 
 @pytest.mark.parametrize("recent", [3, 64])
 @pytest.mark.parametrize("policy", SHARES, ids=str)
 def test_a_share_holds_in_every_row_with_equal_empty_slots(policy, recent):
-    network = model("llama", layers=1)
-    ids, mask = text(3, 70)
+    network, (ids, mask) = model("llama", layers=1), inputs((0, 5, 10), 70)
     cache = CompressedCache(network.config, format="int8", policy=policy, num_sink_tokens=2, residual_length=recent)
-    begin = 0
-    for size in (30, *[1] * 40):
-        forward(network, cache, ids, mask, begin, begin := begin + size)
-        for layer in cache.layers:
-            held = layer.storage.metadata.region["positions"] >= 0
-            assert (held == held[:, :1]).all()
+
+    def check(seen):
+        held = cache.layers[0].storage.metadata.region["positions"] >= 0
+        assert (held == held[:, :1]).all()
         kept = (cache.kept_positions() >= 0).sum(-1)[:, 0]
-        assert (kept <= policy.size(policy.budgets[0], mask[:, :begin].sum(-1))).all()
+        assert (kept <= policy.size(policy.budgets[0], mask[:, :seen].sum(-1))).all()
+
+    run(network, cache, (30, *[1] * 40), (ids, mask), check)
 
 
 @pytest.mark.parametrize("format", ["identity", "int8"])
@@ -52,34 +46,17 @@ def test_a_prompt_keeps_the_mask_that_the_model_made(monkeypatch, format):
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
     network = model("llama")
-    ids, mask = text(1, 40)
-    forward(network, SinkCache(network.config, window_length=16, format=format), ids, mask, 0, 40)
+    run(network, SinkCache(network.config, window_length=16, format=format), (40,), inputs((0,), 40))
     assert seen == [None] * network.config.num_hidden_layers
 
 
 def test_tokens_whose_priority_is_nan_go_first():
     network = model("llama")
-    ids, mask = text(1, 46)
     odd = Custom(function=lambda tokens: torch.where(tokens.positions % 2 == 0, torch.nan, 1.0), budget=20, recent=8, num_sink_tokens=4)
     cache = CompressedCache(network.config, policy=odd)
-    forward(network, cache, ids, mask, 0, 46)
+    run(network, cache, (46,), inputs((0,), 46))
     kept = cache.kept_positions()[0, 0].tolist()
     assert kept[:4] == [0, 1, 2, 3] and kept[-8:] == list(range(38, 46)) and all(p % 2 for p in kept[4:-8])
-
-
-def test_decay_does_not_depend_on_the_steps():
-    """Of the first layer, whose attention does not depend on what went before, and with a budget that evicts nothing."""
-    network = model("llama", layers=1)
-    ids, mask = text(1, 60)
-    found = []
-    for sizes in ((60,), (1,) * 60, (20, 20, 20)):
-        cache = CompressedCache(network.config, policy=H2O(budget=100, decay=0.9))
-        begin = 0
-        for size in sizes:
-            forward(network, cache, ids, mask, begin, begin := begin + size)
-        found.append(cache.layers[0].storage.metadata.region["score"])
-    for other in found[1:]:
-        assert_close(other, found[0], rounding(64, 64, 32, 2 * 60))
 
 
 def test_a_step_of_padding_changes_no_scores_of_shared_keys():
@@ -114,8 +91,7 @@ def test_no_graph_is_held():
 def test_a_refused_crop_changes_no_layer():
     network = model("gemma3")
     cache = CompressedCache(network.config, policy=H2O(budget=100))
-    ids, mask = text(1, 11)
-    forward(network, cache, ids, mask, 0, 11)
+    run(network, cache, (11,), inputs((0,), 11))
     before = [layer.get_seq_length() for layer in cache.layers]
     with pytest.raises(NotImplementedError, match="cannot take steps back"):
         cache.crop(-2)
@@ -141,8 +117,7 @@ def test_all_layers_look_at_a_mask_once(monkeypatch):
     stock = masks.sees_itself
     monkeypatch.setattr(masks, "sees_itself", lambda *args: looks.append(1) or stock(*args))
     network = model("llama")
-    ids, mask = text(2, 30)
-    forward(network, CompressedCache(network.config, policy=H2O(budget=16)), ids, mask, 0, 30)
+    run(network, CompressedCache(network.config, policy=H2O(budget=16)), (30,), inputs((0, 5), 30))
     assert len(looks) == 1
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from qkvcache.evict.policies import ranking
 from qkvcache.evict.policies.ranking import ascending, first_of, highest
 from qkvcache.evict.replace import total_order
 from tests.seeds import SEED
@@ -27,7 +28,9 @@ def test_the_highest(count):
             assert found[row, head].nonzero().flatten().tolist() == sorted(best)
 
 
-def test_rows_are_sorted_each_by_itself():
+@pytest.mark.parametrize("block", [4096, 8], ids=["short", "long"])
+def test_rows_are_sorted_each_by_itself(block, monkeypatch):
+    monkeypatch.setattr(ranking, "SORTED_IN_A_BLOCK", block)
     torch.manual_seed(SEED)
     positions = torch.randint(-1, 6, (2, 3, 20), dtype=torch.int32)
     positions[0, 1, 4] = 2**31 - 1

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from qkvcache.evict.dispatch import rotate
 from qkvcache.evict.rope import Rope
+from tests.evict.test_rope import exactly
 
 triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
@@ -40,16 +41,6 @@ def data(batch: int, heads: int, tokens: int, dim: int, dtype: torch.dtype = tor
 
 def frequencies(channels: int) -> Tensor:
     return (1e4 ** -(torch.arange(0, channels, 2, device=DEVICE).double() / channels)).contiguous()
-
-
-def exactly(x: Tensor, by: Tensor, inv_freq: Tensor, interleaved: bool) -> Tensor:
-    out, half = x.double().clone(), len(inv_freq)
-    for i in range(half):
-        one, two = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
-        angle = (by.double() * inv_freq[i])[:, None].expand(x.shape[:3])
-        turned = torch.complex(x[..., one].double(), x[..., two].double()) * torch.polar(torch.ones_like(angle), angle)
-        out[..., one], out[..., two] = turned.real, turned.imag
-    return out
 
 
 SHAPES = {  # batch, heads, tokens, channels, those with RoPE

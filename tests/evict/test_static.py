@@ -17,8 +17,7 @@ from qkvcache.kernels.host import dispatch
 from qkvcache.kernels.host.handles import ORDER
 from tests.kernels.attention_inputs import assert_fake, by_address
 from tests.kernels.paged_inputs import inputs_of
-from tests.matrix import FORMATS as REGISTRY
-from tests.matrix import slowly
+from tests.matrix import FORMATS, slowly
 
 triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
@@ -66,7 +65,7 @@ class Layer(StaticTensors):
 
 
 def made(format: str, rows=1, heads=2, dims=(64, 80), dtype=torch.float16, exact=0, width=3, others=1, slots: int = SLOTS) -> Layer:
-    codecs = REGISTRY[format].codecs()
+    codecs = FORMATS[format].codecs()
     ring = tuple(torch.randn(rows, heads, width, dim, device=DEVICE).to(dtype) for dim in dims)
     tokens = by_address(SlotPages(codecs, ring))
     if slots:

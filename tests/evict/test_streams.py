@@ -1,12 +1,15 @@
 """Streams of any length: sinks and a window, at their own places or at those of the cache."""
 
+import functools
+
 import pytest
 import torch
 import transformers as hf
 
 from qkvcache import SinkCache
 from qkvcache.releases import passing
-from tests.reference import assert_close, forward
+from tests.evict.test_eviction import check_rows
+from tests.reference import assert_close
 from tests.seeds import SEED
 from tests.tolerance import of_angles, of_model
 
@@ -14,12 +17,6 @@ from tests.tolerance import of_angles, of_model
 def say(cache, ids, network):
     with torch.no_grad():
         return network(ids, **passing(cache)).logits
-
-
-def prompt():
-    torch.manual_seed(SEED + 1)
-    mask = (torch.arange(40) >= 5 * torch.arange(3)[:, None]).long()
-    return torch.randint(3, 100, (3, 40)) * mask, mask
 
 
 def one_layer():
@@ -51,13 +48,6 @@ def test_streams_read_sinks_and_window_at_their_places(positions, format, length
 
 
 def test_padded_rows_turn_by_their_own_gap():
-    network, (ids, mask) = one_layer(), prompt()
-    together = SinkCache(network.config, window_length=9, num_sink_tokens=3, positions="cache")
-    batch = [forward(network, together, ids, mask, a, b) for a, b in ((0, 12), (12, 20), *((i, i + 1) for i in range(20, 40)))]
-    for row in range(3):
-        cache = SinkCache(network.config, window_length=9, num_sink_tokens=3, positions="cache")
-        begin = 5 * row
-        for part, (a, b) in zip(batch, ((0, 12), (12, 20), *((i, i + 1) for i in range(20, 40))), strict=True):
-            got = forward(network, cache, ids[row : row + 1, begin:], mask[row : row + 1, begin:], max(a - begin, 0), b - begin)
-            if b - a == 1:
-                assert_close(part[row], got[0], of_model(network))
+    network = one_layer()
+    make = functools.partial(SinkCache, network.config, window_length=9, num_sink_tokens=3, positions="cache")
+    check_rows(network, make, (12, 8, *[1] * 17))

@@ -18,10 +18,10 @@ from qkvcache.kernels import attend, give_handle
 from qkvcache.kernels.host.handles import ORDER
 from qkvcache.storage import Storage
 from tests.matrix import FORMATS, slowly
-from tests.matrix import FORMATS as REGISTRY
+from tests.softmax import attention_weights
 from tests.tolerance import rounding
 
-from ..kernels.attention_inputs import assert_fake, build
+from ..kernels.attention_inputs import assert_fake, assert_near, build
 from ..kernels.test_pages import build as pages_of
 
 in_torch = importlib.import_module("qkvcache.evict.sum_attention")
@@ -32,23 +32,11 @@ def data(*shape: int, dtype=torch.float32) -> Tensor:
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
-def dense_mass(query, key, observed, visible, *, scaling, softcap=None, sinks=None, power=1) -> tuple[Tensor, Tensor]:
-    """By definition, in float64: mass, and the log of normalisers. `visible` is bool, broadcastable to `[B, Hq, Q, T]`."""
-    (batch, query_heads, *_), (heads, tokens) = query.shape, key.shape[1:3]
-    logits = query.double() @ key.double().repeat_interleave(query_heads // heads, 1).mT * scaling
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    weights = torch.where(visible, logits.exp(), 0.0)
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + sinks.double().exp()[:, None, None]
-    shares = torch.where(weights > 0, weights / total, 0.0) * observed.double()[:, None, :, None]
-    shares = shares.view(batch, heads, -1, tokens)
-    return (shares**power).sum(2).float(), total[..., 0].log().float()
-
-
-def causal(queries: int, tokens: int) -> Tensor:
-    return torch.ones(queries, tokens, dtype=torch.bool, device=DEVICE).tril(tokens - queries)
+def dense_mass(query, key, observed, mask=None, *, power=1, **options) -> tuple[Tensor, Tensor]:
+    """By definition, in float64: mass, and the log of normalisers."""
+    weights, lse = attention_weights(query, key, mask, **options)
+    shares = (weights * observed.double()[:, None, :, None]).unflatten(1, (key.shape[1], -1))
+    return (shares**power).sum((2, 3)).float(), lse.float()
 
 
 @pytest.fixture
@@ -64,7 +52,7 @@ def triton():
 
 def make(format: str, heads=2, group=2, queries=3, tokens=135, dim=64, dtype=torch.float32, first=3, recent=20, cuts=(60,)):
     key, value = (data(2, heads, tokens, dim, dtype=dtype) for _ in range(2))
-    attention_inputs = build(REGISTRY[format], key, value, first, recent, cuts)
+    attention_inputs = build(FORMATS[format], key, value, first, recent, cuts)
     return data(2, heads * group, queries, dim, dtype=dtype), attention_inputs, torch.rand(2, queries, device=DEVICE)
 
 
@@ -96,17 +84,7 @@ def test_the_reference(case, format):
     options = options_of(case)
     out, attention_sums = attend_observed(query, attention_inputs, observed=observed, **options)
     assert torch.equal(out, attend(query, attention_inputs, **options))
-    mask = options.pop("mask", None)
-    visible = causal(3, 135) if options.pop("causal", False) else torch.ones(3, 135, dtype=torch.bool, device=DEVICE)
-    key = attention_inputs.key.dense()
-    if mask is not None and mask.dtype == torch.bool:
-        visible = visible & mask
-    if mask is not None and mask.dtype != torch.bool:  # as one more channel for each query's sake would be: by definition instead
-        logits = query.double() @ key.double().repeat_interleave(2, 1).mT * 0.3 + mask
-        expected = (logits.softmax(-1) * observed[:, None, :, None]).view(2, 2, -1, 135).sum(2).float()
-    else:
-        options.setdefault("scaling", 64**-0.5)
-        expected, _ = dense_mass(query, key, observed, visible, **options)
+    expected, _ = dense_mass(query, attention_inputs.key.dense(), observed, **options)
     torch.testing.assert_close(attention_sums, expected, rtol=rounding(64, 135), atol=rounding(64, 135) * 1e-2)
 
 
@@ -138,14 +116,13 @@ def check_fused(monkeypatch, query, attention_inputs, observed, mask=None, **opt
 
     with guarded(monkeypatch):
         out, lse, attention_sums = fused(query, attention_inputs.paged, observed, mask, **options)
-    format = next(name for name, format in REGISTRY.items() if format.codecs() == attention_inputs.paged.pages.codecs)
+    format = next(name for name, format in FORMATS.items() if format.codecs() == attention_inputs.paged.pages.codecs)
     expect(format, query, attention_inputs, mask, out, lse, 3 * tolerance(format, query.dtype), **options)
     _, expected = attend_observed(query.float(), attention_inputs, mask, observed=observed, **options)
-    assert attention_sums.dtype == torch.float32 and attention_sums.shape == expected.shape
+    assert attention_sums.dtype == torch.float32
     # Weights in bf16 have 8 bits, to which the interpreter does not round: it cuts.
     limit = tolerance(format, query.dtype) + (0 if query.dtype == torch.float32 else 2**-7 if DEVICE.type == "cpu" else 2**-8)
-    error = ((attention_sums - expected).norm() / expected.norm()).item()
-    assert error <= limit, f"relative error {error:.1e} > {limit:.1e}"
+    assert_near(attention_sums, expected, limit)
     assert not attention_sums[expected == 0].any()
     return attention_sums
 
@@ -177,40 +154,36 @@ def test_fused_in_half(format, dtype, monkeypatch, triton):
     check_fused(monkeypatch, *make(format, dtype=dtype), causal=True)
 
 
-def test_fused_in_fp16(monkeypatch, triton):
-    check_fused(monkeypatch, *make("int8", heads=1, tokens=70, cuts=(), dtype=torch.float16), causal=True)
-
-
 @pytest.mark.parametrize("case", [case if "each head" in case else pytest.param(case, marks=pytest.mark.slow) for case in OPTIONS])
 def test_fused_options(case, monkeypatch, triton):
     options = options_of(case)
     check_fused(monkeypatch, *make("int8_asymmetric"), options.pop("mask", None), **options)
 
 
-SHAPES = [(1, 4, 1), (4, 1, 1), (1, 8, 1), (1, 2, 16), (1, 3, 7), (2, 1, 2), (1, 3, 1)]
-
-
-@pytest.mark.parametrize("shape", [x if x == (1, 3, 7) else pytest.param(x, marks=pytest.mark.slow) for x in SHAPES])
-def test_fused_rows(shape, monkeypatch, triton):
-    """One block of rows, a full one, several of which the last is not full."""
-    heads, group, queries = shape
-    check_fused(monkeypatch, *make("int8", heads=heads, group=group, queries=queries, tokens=80, cuts=()), causal=True)
-
-
-ZONES = {
+FUSED = {
+    "fp16": {"tokens": 70, "queries": 3, "dtype": torch.float16},
+    "several blocks of rows, the last not full": {"group": 3, "queries": 7, "tokens": 80},
+    "a block of rows": {"group": 4, "queries": 1, "tokens": 80},
+    "fewer rows": {"group": 3, "queries": 1, "tokens": 80},
+    "one row of each head": {"heads": 4, "group": 1, "queries": 1, "tokens": 80},
+    "a full block": {"group": 8, "queries": 1, "tokens": 80},
+    "full blocks": {"group": 2, "queries": 16, "tokens": 80},
+    "queries of two heads": {"heads": 2, "group": 1, "queries": 2, "tokens": 80},
+    "several slabs": {"tokens": 300, "cuts": (1, 65, 70, 200)},
     "no exact tokens": {"first": 0, "recent": 0},
     "none recent": {"recent": 0, "first": 17},
     "nothing packed": {"first": 5, "recent": 55},
     "one packed": {"first": 30, "recent": 29},
-    "several slabs": {"tokens": 300, "cuts": (1, 65, 70, 200)},
     "exact tokens of many tiles": {"tokens": 150, "first": 33, "recent": 50},
 }
+QUICK_SHAPES = "fp16", "several blocks of rows, the last not full", "several slabs"
 
 
-@pytest.mark.parametrize("zones", [x if x == "several slabs" else pytest.param(x, marks=pytest.mark.slow) for x in ZONES])
+@pytest.mark.parametrize("shape", [x if x in QUICK_SHAPES else pytest.param(x, marks=pytest.mark.slow) for x in FUSED])
 @pytest.mark.parametrize("format", ["int8", pytest.param("turboquant_4bit_nc", marks=pytest.mark.slow)])
-def test_fused_zones(format, zones, monkeypatch, triton):
-    check_fused(monkeypatch, *make(format, **{"heads": 1, "queries": 1, "tokens": 60, "cuts": ()} | ZONES[zones]))
+def test_fused_shapes(format, shape, monkeypatch, triton):
+    given = {"heads": 1, "queries": 1, "tokens": 60, "cuts": ()} | FUSED[shape]
+    check_fused(monkeypatch, *make(format, **given), causal=given["queries"] > 1)
 
 
 def test_fused_hides(monkeypatch, triton):
@@ -232,7 +205,7 @@ def test_fused_hides(monkeypatch, triton):
 def test_magnitudes(monkeypatch, triton):
     """Values of very different lengths: their scales are part of what weights are relative to."""
     lengths = torch.tensor([0.0, 1e-6, 1.0, 1e2, 1e6], device=DEVICE)[torch.arange(60, device=DEVICE) % 5]
-    query, attention_inputs = data(1, 2, 1, 64), build(REGISTRY["int8"], data(1, 1, 60, 64), data(1, 1, 60, 64) * lengths[:, None], 0, 0)
+    query, attention_inputs = data(1, 2, 1, 64), build(FORMATS["int8"], data(1, 1, 60, 64), data(1, 1, 60, 64) * lengths[:, None], 0, 0)
     observed = torch.ones(1, 1, device=DEVICE)
     expected = attend_observed(query, attention_inputs, observed=observed)[1]
     torch.testing.assert_close(fused(query, attention_inputs.paged, observed)[2], expected, rtol=5e-3, atol=1e-6)
@@ -241,7 +214,7 @@ def test_magnitudes(monkeypatch, triton):
 def test_sums_are_by_slot_where_the_device_counts(monkeypatch, triton):
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
     x, query, observed = (data(2, 2, 11, 64), data(2, 2, 11, 64)), data(2, 4, 1, 64), torch.ones(2, 1, device=DEVICE)
-    held = Storage(REGISTRY["int8"].codecs(), x, 0, 4, 60)
+    held = Storage(FORMATS["int8"].codecs(), x, 0, 4, 60)
     held.append(x)
     inputs = held.attention_inputs()
     assert observes_slots(query, inputs)
@@ -251,7 +224,7 @@ def test_sums_are_by_slot_where_the_device_counts(monkeypatch, triton):
 
 def test_sums_are_the_numbers_of_queries():
     """Of each slot, and 0 where there is no token."""
-    inputs = pages_of(REGISTRY["int8"], [70, 0], ring=6, ring_tokens=[6, 3])
+    inputs = pages_of(FORMATS["int8"], [70, 0], ring=6, ring_tokens=[6, 3])
     query, observed = torch.randn(2, 4, 3, 64), torch.tensor([[1.0, 0, 2], [0, 1, 1]])
     sums = in_torch.observe_pages(query, inputs, causal=True, observed=observed)[1]
     torch.testing.assert_close(sums.sum(-1), (2 * observed.sum(1))[:, None].expand(2, 2))
@@ -264,11 +237,11 @@ def test_sums_of_pages(case, monkeypatch, triton):
     from ..kernels.test_fused_attend import guarded, tolerance
 
     if case == "longest":
-        inputs = pages_of(REGISTRY["int8"], [[70, 74], [66, 3]], ring=6, device=DEVICE)
+        inputs = pages_of(FORMATS["int8"], [[70, 74], [66, 3]], ring=6, device=DEVICE)
         inputs = replace(inputs, max_length=74)
     else:
         lengths = [[150, 40], [3, 70]] if case == "heads" else [150, 3]
-        inputs = pages_of(REGISTRY["int8"], lengths, begin=1, ring=19, ring_tokens=[19, 17], device=DEVICE)
+        inputs = pages_of(FORMATS["int8"], lengths, begin=1, ring=19, ring_tokens=[19, 17], device=DEVICE)
     for queries in (1, 5) if case != "longest" else (1,):
         observed, query = torch.rand(2, queries, device=DEVICE), torch.randn(2, 4, queries, 64, device=DEVICE).half()
         with guarded(monkeypatch):
@@ -283,7 +256,7 @@ def test_sums_of_pages(case, monkeypatch, triton):
 def test_the_operator(triton, monkeypatch):
     """What a compiled graph calls does what the functions do."""
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
-    inputs = pages_of(REGISTRY["turboquant_3bit_nc"], [36, 20], sinks=2, ring=4, device=DEVICE)
+    inputs = pages_of(FORMATS["turboquant_3bit_nc"], [36, 20], sinks=2, ring=4, device=DEVICE)
     query, observed, sinks = torch.randn(2, 4, 1, 64, device=DEVICE).half(), torch.ones(2, 1, device=DEVICE), data(4)
     give_handle(inputs)
     shape = [inputs.ring[1].shape[1], sum(inputs.slots), inputs.ring[1].shape[3]]
@@ -329,10 +302,8 @@ def prefill(heads, group, queries, tokens, dim=64, dtype=torch.float16):
 
 def check_prefill(function, limit, query, key, observed, visible, later=False, columns=None, **options):
     """`later`: queries see all tokens, those after their own too."""
-    queries, tokens = query.shape[2], key.shape[2]
     options.setdefault("scaling", 64**-0.5)
-    shown = (causal(queries, tokens) | later) & (True if visible is None else visible[:, None, None])
-    expected, lse = dense_mass(query, key, observed, shown, **options)
+    expected, lse = dense_mass(query, key, observed, None if visible is None else visible[:, None, None], causal=not later, **options)
     expected = expected[..., :columns]
     for known in (None, lse):
         attention_sums = function(query, key, observed, visible, lse=known, causal=not later, columns=columns, **options)
@@ -401,8 +372,7 @@ def test_tokens_that_only_some_heads_have(triton):
     query, key, observed, _ = prefill(2, 3, 9, 70)
     visible = torch.rand(2, 2, 70, device=DEVICE) < 0.6
     visible[..., 61:] = True
-    shown = visible.repeat_interleave(3, dim=1)[:, :, None] & causal(9, 70)
-    expected, lse = dense_mass(query, key, observed, shown, scaling=0.2)
+    expected, lse = dense_mass(query, key, observed, visible.repeat_interleave(3, dim=1)[:, :, None], causal=True, scaling=0.2)
     key = key.masked_fill(~visible[..., None], 100.0)
     for known in (None, lse):
         sums = sum_attention(query, key, observed, visible, scaling=0.2, lse=known)
@@ -419,8 +389,7 @@ def test_column_mass_of_slices(columns):
     query, key, observed, visible = prefill(1, 2, 90, 90)
     query, key = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key))
     check_prefill(columns.sum_attention, 2e-3, query[:, :, -7:], key, observed[:, -7:], visible)
-    shown = causal(90, 90) & visible[:, None, None]
-    expected, lse = dense_mass(query, key, observed, shown, scaling=0.1)
+    expected, lse = dense_mass(query, key, observed, visible[:, None, None], causal=True, scaling=0.1)
     lse[1, :, :5], lse[1, :, 5:9] = torch.nan, -torch.inf
     for function in (columns.sum_attention, in_torch.sum_attention):
         attention_sums = function(query, key, observed, visible, scaling=0.1, lse=lse)
@@ -449,7 +418,7 @@ def test_prefill_with_lse(backend, shape, dtype):
         limit = 0 if backend == SDPBackend.FLASH_ATTENTION else 2 * torch.finfo(dtype).eps
         torch.testing.assert_close(out, sdpa(query, key, value), rtol=limit, atol=limit)
     ones = torch.ones(2, tokens, device=DEVICE)
-    _, expected = dense_mass(query, key, ones, causal(tokens, tokens), scaling=0.1)
+    _, expected = dense_mass(query, key, ones, causal=True, scaling=0.1)
     torch.testing.assert_close(lse, expected, rtol=1e-3, atol=1e-3)
 
 

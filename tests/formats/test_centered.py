@@ -53,6 +53,7 @@ def test_a_mean_costs_next_to_nothing(format):
     else:
         assert format.value == plain.value
     assert format.bytes_per_token(128) == plain.bytes_per_token(128)
+    assert plain.name == f"{format.name}_uncentered" and not isinstance(plain.key, Centered)
 
 
 @each
@@ -64,6 +65,7 @@ def test_padding_does_not_count(format):
     statistics = format.key.calibrate(x, is_valid)
     assert torch.equal(statistics["center"][1:], alone["center"])
     assert torch.equal(statistics["center"][:1], format.key.calibrate(x[:1])["center"])
+    assert torch.equal(statistics["center"][:1, 1:2], format.key.calibrate(x[:1, 1:2])["center"])  # as on a rank that holds one head
     nothing = format.key.calibrate(x, torch.zeros_like(is_valid))
     assert not nothing["center"].any()
 
@@ -126,15 +128,3 @@ def test_a_mean_of_something_else_costs_at_most_its_length(format):
 
     assert off(format.key, -x) < 2.4 * off(plain.key, -x)  # a float's error doubles by binades
     assert off(format.key, x - x.mean(2, keepdim=True)) < 1.1 * off(plain.key, x)
-
-
-def test_heads_and_rows_have_means_of_their_own():
-    x = biased(64)
-    whole = HadaQuant().key.calibrate(x)["center"]
-    assert torch.equal(HadaQuant().key.calibrate(x[1:, 1:2])["center"], whole[1:, 1:2])  # as on a rank that holds one head
-
-
-def test_names_without_a_mean():
-    for format in CENTERED:
-        plain = dataclasses.replace(format, center=False)
-        assert plain.name == f"{format.name}_uncentered" and not isinstance(plain.key, Centered)

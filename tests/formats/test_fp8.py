@@ -5,7 +5,7 @@ import torch
 
 from qkvcache.formats import FP8
 from qkvcache.formats.fp8 import VALUES
-from tests.promises import encode, roundtrip
+from tests.promises import encode
 
 TOP = {"e4m3": 448.0, "e5m2": 57344.0}
 DTYPES = ["e4m3", "e5m2"]
@@ -49,16 +49,6 @@ def test_rounds_to_nearest_even(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_against_ml_dtypes(dtype):
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    x = torch.randn(1, 2, 50, 64) * TOP[dtype] / 4
-    x[..., 0] = TOP[dtype]
-    x = x.clamp(-TOP[dtype], TOP[dtype])
-    oracle = ml_dtypes.float8_e4m3fn if dtype == "e4m3" else ml_dtypes.float8_e5m2
-    assert torch.equal(roundtrip(FP8(dtype).value, x), torch.from_numpy(x.numpy().astype(oracle).astype("float32")))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("scale", "span"), [("token_head", (3,)), ("token", (1, 3)), ("tensor", (1, 2, 3))])
 def test_scale_spans_what_it_says(dtype, scale, span):
     x = torch.randn(2, 3, 5, 64)
@@ -83,10 +73,3 @@ def test_scale_of_all_tokens_survives_a_first_block_of_zeros():
     statistics = codec.calibrate(torch.zeros(1, 2, 5, 64))
     x = torch.randn(1, 2, 5, 64)
     assert (codec.dequantize(codec.quantize(x, statistics) | statistics, 64) - x).norm() < 0.03 * x.norm()
-
-
-def test_tensor_scale_ignores_other_rows():
-    x = torch.randn(2, 2, 5, 64)
-    x[1] *= 1000
-    codec = FP8(scale="tensor").value
-    assert torch.equal(codec.calibrate(x)["scale"][:1], codec.calibrate(x[:1])["scale"])

@@ -16,14 +16,6 @@ def test_symmetric_codes_by_hand():
     assert codes["codes"].flatten().tolist() == [127, -127, 3, -3, 2, -1, 0, 64]  # halves away from zero
 
 
-def test_symmetric_against_fake_quantize():
-    x = torch.randn(2, 3, 40, 128)
-    rows = x.reshape(-1, 128)
-    scale = rows.abs().amax(-1) / 127
-    expected = torch.fake_quantize_per_channel_affine(rows, scale, torch.zeros_like(scale, dtype=torch.int32), 0, -128, 127)
-    torch.testing.assert_close(roundtrip(Int8().value, x).reshape(-1, 128), expected, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("scale", ["token_head", "token"])
 def test_halves_are_the_same_codes(scale):
     """Bit for bit, at the ends of their range too; the upper one is read alone to within half of the sixteen codes that share it."""
@@ -58,17 +50,6 @@ def test_uniform_against_numpy(bits):
     x = torch.randn(1, 2, 30, 64) + 0.5
     expected = np.stack([naive_uniform(row, bits) for row in x.reshape(-1, 64).numpy()])
     torch.testing.assert_close(roundtrip(Uniform(bits), x).reshape(-1, 64), torch.from_numpy(expected), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("bits", [3, 4, 8])
-def test_uniform_errs_half_a_step_and_spans_the_range(bits):
-    x = torch.randn(2, 3, 40, 128) + 3
-    low, high = x.aminmax(dim=-1, keepdim=True)
-    step = (high - low) / (2**bits - 1)
-    assert ((roundtrip(Uniform(bits), x) - x).abs() <= step * 0.5 + high.abs() * 2**-10).all()
-    levels = Uniform(bits).unpack(encode(Uniform(bits), x), 128).levels
-    assert levels.amin(-1).eq(0).all()
-    assert levels.amax(-1).eq(2**bits - 1).all()
 
 
 @pytest.mark.parametrize("value", [0.1, -0.3, 1e-7, 7.7, -1e4])

@@ -50,24 +50,6 @@ def test_halves_come_back(values):
     assert (high & 3 | low & 12).tolist() == [(value & 3) << 2 | value >> 2 for value in values[0::2]]
 
 
-@given(st.integers(1, 6).flatmap(lambda groups: codes(4, groups)))
-def test_nibbles_come_back(values):
-    assert packing.lookup(packing.pack(as_bytes(values), 4), 4, tuple(range(16))).tolist() == values
-
-
-@given(st.integers(1, 6).flatmap(lambda groups: codes(3, groups)))
-def test_planes_come_back(values):
-    assert packing.lookup(packing.pack(as_bytes(values), 3), 3, tuple(range(8))).tolist() == values
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@given(data=st.data())
-def test_lookup_is_levels_of_codes(bits, data):
-    values = data.draw(codes(bits, data.draw(st.integers(1, 6))))
-    expected = [LEVELS[bits][value] for value in values]
-    assert packing.lookup(packing.pack(as_bytes(values), bits), bits, LEVELS[bits]).tolist() == expected
-
-
 @pytest.mark.parametrize(("bits", "halves"), [(2, False), (3, False), (4, False), (4, True), (8, False)])
 @pytest.mark.parametrize("width", [16, 48, 80, 128])
 def test_shapes_and_declared_buffers(bits, halves, width):

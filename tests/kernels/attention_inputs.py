@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qkvcache.formats import Format
-from qkvcache.kernels import AttentionInputs
+from qkvcache.kernels import AttentionInputs, KeysOrValues
 from qkvcache.kernels.store.reference import quantize_into
 from qkvcache.storage import RowPages, attention_inputs_of
 
@@ -66,3 +67,17 @@ def shuffle(tokens: RowPages, held: int) -> None:
     order = torch.randperm(new.size).numpy()
     tokens.numbers = numpy.concatenate([tokens.numbers[:, :held], new.ravel()[order].reshape(new.shape)], axis=1)
     tokens.bind()
+
+
+def exactly(side: KeysOrValues) -> Tensor:
+    """What the codes stand for, in float64, not rounded to the model's dtype."""
+    return replace(side, dtype=torch.float32).dense().double()
+
+
+def assert_near(out: Tensor, wanted: Tensor, limit: float, lse: Tensor | None = None, wanted_lse: Tensor | None = None) -> None:
+    """Outputs up to `limit`, RMS of the difference over RMS; and normalisers, where scores of N(0, 1) reach about 5."""
+    assert out.shape == wanted.shape and out.isfinite().all()
+    error = ((out.float() - wanted.float()).norm() / wanted.float().norm()).item()
+    assert error <= limit, f"relative error {error:.2e} > {limit:.1e}"
+    if lse is not None:
+        torch.testing.assert_close(lse, wanted_lse, rtol=limit, atol=5 * limit)

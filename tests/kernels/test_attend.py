@@ -1,17 +1,17 @@
 """`attend` and its two halves, against softmax attention in float64 over the decoded tokens."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch import Tensor
 
 from qkvcache.formats import Codec
 from qkvcache.kernels import AttentionInputs, Exact, KeysOrValues, Packed, attend, pv, qk
-from tests.matrix import COVER
-from tests.matrix import FORMATS as REGISTRY
+from tests.matrix import COVER, FORMATS
 from tests.reference import assert_close
+from tests.softmax import softmax_attention
 from tests.tolerance import rounding
+
+from .attention_inputs import exactly
 
 TOKENS = 40
 # Of the output; half a unit in its last place where that is more.
@@ -27,41 +27,16 @@ def make_side(codec: Codec, x: Tensor, first: int = 3, recent: int = 5, block: i
 
 
 def make_payload(format="turboquant_4bit_nc", heads=2, dims=(64, 64), dtype=torch.float32, batch=2, **zones) -> AttentionInputs:
-    format = REGISTRY[format]
+    format = FORMATS[format]
     key, value = (torch.randn(batch, heads, TOKENS, dim).to(dtype) for dim in dims)
     return AttentionInputs(make_side(format.key, key, **zones), make_side(format.value, value, **zones))
-
-
-def exactly(side: KeysOrValues) -> Tensor:
-    """What the codes stand for, not rounded to the model's dtype."""
-    return dataclasses.replace(side, dtype=torch.float32).dense().double()
-
-
-def naive(query, attention_inputs, mask=None, *, scaling=None, causal=False, softcap=None, sinks=None) -> Tensor:
-    key, value = (
-        exactly(side).repeat_interleave(query.shape[1] // side.shape[1], 1) for side in (attention_inputs.key, attention_inputs.value)
-    )
-    queries, tokens = query.shape[2], key.shape[2]
-    logits = query.double() @ key.mT * (query.shape[3] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
-    if mask is not None:
-        mask = mask[..., :tokens]
-        logits = torch.where(mask, logits, -torch.inf) if mask.dtype == torch.bool else logits + mask.double()
-    if causal:
-        for q in range(queries):
-            logits[:, :, q, tokens - queries + q + 1 :] = -torch.inf
-    weights = logits.exp()
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + sinks.double().exp().view(1, -1, 1, 1)
-    return weights / total @ value
 
 
 def check(query, attention_inputs, *args, tolerance=TOLERANCES[torch.float32], **kwargs):
     out = attend(query, attention_inputs, *args, **kwargs)
     assert out.dtype == query.dtype
-    assert_close(out.double(), naive(query, attention_inputs, *args, **kwargs), tolerance)
+    expected = softmax_attention(query, exactly(attention_inputs.key), exactly(attention_inputs.value), *args, **kwargs)
+    assert_close(out.double(), expected, tolerance)
 
 
 @pytest.mark.sums

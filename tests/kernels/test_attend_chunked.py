@@ -9,7 +9,7 @@ from qkvcache.kernels.attend import triton_merge
 from qkvcache.kernels.attend.chunked import ChunkedKV, attend_chunked, merge, supports
 from qkvcache.kernels.store import reference, triton_dequantize
 from tests import matrix
-from tests.kernels.attention_inputs import build
+from tests.kernels.attention_inputs import assert_near, build
 from tests.matrix import FORMATS as REGISTRY
 from tests.matrix import covering, slowly
 
@@ -40,8 +40,8 @@ def poisoned(monkeypatch):
 
 
 def close(out: torch.Tensor, wanted: torch.Tensor) -> None:
-    assert out.shape == wanted.shape and out.dtype == DTYPE
-    assert ((out.float() - wanted.float()).norm() / wanted.float().norm()).item() < LIMIT
+    assert out.dtype == DTYPE
+    assert_near(out, wanted, LIMIT)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -74,16 +74,18 @@ def test_groups_and_channels(heads, dim):
     close(attend_chunked(query, held, chunk_tokens=64)[0], attend(query, held, causal=True))
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("first", [0, 4])
-def test_padding_sinks_and_scaling(first):
+def test_padding_and_options(first, softcap):
     held = attention_inputs("turboquant_4bit_nc", 300, 9, first=first)
     query = torch.randn(2, 8, 9, 64, device=DEVICE, dtype=DTYPE)
     hidden = torch.zeros(2, 309, dtype=torch.bool, device=DEVICE)
     hidden[1, :150] = True  # two whole chunks
-    options = {"scaling": 0.3, "sinks": torch.randn(8, device=DEVICE)}
-    wanted = attend(query, held, ~hidden[:, None, None], causal=True, **options)
-    close(attend_chunked(query, held, hidden, chunk_tokens=64, **options)[0], wanted)
-    close(attend_chunked(query, held, hidden[1:], chunk_tokens=64)[0], attend(query, held, ~hidden[1:, None, None], causal=True))
+    given = {"softcap": softcap, "scaling": 0.3, "sinks": torch.randn(8, device=DEVICE)}
+    for columns, options in ((hidden, given), (hidden[1:], {"softcap": softcap}), (None, {"softcap": softcap})):
+        shown = None if columns is None else ~columns[:, None, None]
+        wanted = attend(query, held, shown, causal=True, **options)
+        close(attend_chunked(query, held, columns, chunk_tokens=64, **options)[0], wanted)
 
 
 PADDINGS = {
@@ -122,24 +124,8 @@ def test_a_past_without_quantized_tokens():
 
 def test_scratch_that_was_written_before_does_not_show(poisoned):
     """The last chunk is shorter than the scratch, whose rest holds the tokens of the chunk before, or anything."""
-    held = attention_inputs("int8", 333, 11)
-    query = torch.randn(2, 8, 11, 64, device=DEVICE, dtype=DTYPE)
-    out = attend_chunked(query, held, chunk_tokens=128)[0]
-    close(out, attend(query, held, causal=True))
-
-
-@pytest.mark.parametrize("first", [0, 4])
-def test_softcap(first):
-    held = attention_inputs("turboquant_4bit_nc", 300, 9, first=first)
-    query = torch.randn(2, 8, 9, 64, device=DEVICE, dtype=DTYPE)
-    hidden = torch.zeros(2, 309, dtype=torch.bool, device=DEVICE)
-    hidden[1, :150] = True
-    options = {"softcap": 2.0, "scaling": 0.3, "sinks": torch.randn(8, device=DEVICE)}
-    close(
-        attend_chunked(query, held, hidden, chunk_tokens=64, **options)[0],
-        attend(query, held, ~hidden[:, None, None], causal=True, **options),
-    )
-    close(attend_chunked(query, held, softcap=2.0)[0], attend(query, held, causal=True, softcap=2.0))
+    held, query = attention_inputs("int8", 333, 11), torch.randn(2, 8, 11, 64, device=DEVICE, dtype=DTYPE)
+    close(attend_chunked(query, held, chunk_tokens=128)[0], attend(query, held, causal=True))
 
 
 def test_chunks_hold_every_token_once():
@@ -178,8 +164,7 @@ def test_merge_kernel(heads, groups, dim, sinks):
     ]
     parts[2] = parts[2][0], parts[2][1].to(DEVICE)
     logits = torch.randn(all_heads, device=DEVICE) if sinks else None
-    wanted = merge(parts, all_heads, queries, heads, logits)
-    wanted, level = wanted
+    wanted, level = merge(parts, all_heads, queries, heads, logits)
     out, total = triton_merge.merge(parts, all_heads, queries, heads, logits)
     torch.testing.assert_close(total, level, rtol=1e-5, atol=1e-5)
     assert out.transpose(1, 2).is_contiguous()

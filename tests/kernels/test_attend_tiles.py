@@ -8,21 +8,19 @@ import torch
 from qkvcache.attention import route
 from qkvcache.formats.int4 import Int4
 from qkvcache.kernels import attend, attends_in_tiles
-from qkvcache.kernels.attend.reference import attend_pages as attend_in_torch
 from qkvcache.select import select_blocks as selecting
 from qkvcache.select.budget import Budget
 from tests.matrix import FORMATS, slowly
-from tests.matrix import FORMATS as REGISTRY
 
-from .attention_inputs import build
+from .attention_inputs import assert_near, build
 from .test_fused_attend import DEVICE, KINDS, apart, data, expect, fused, guarded, make, plan, run, tolerance
+from .test_pages import TWICE
+from .test_pages import compare as compare_pages
 from .test_step import holding
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about nan and infinity, in the interpreter
 QUICK = ("int8", "int8_asymmetric", "int4", "nvfp4", "turboquant_3bit_nc", "hadaquant_k4v4")
 QUANTIZED = [format for format in FORMATS if format != "identity"]
-TWICE = 1e-3
-"""Values are rounded to 11 bits as they are dequantized, in the interpreter twice."""
 
 
 @pytest.fixture(autouse=True)
@@ -74,12 +72,7 @@ def test_chosen_blocks(format, masked, monkeypatch):
     inputs = attention_inputs.paged
     read = selecting.over_blocks(inputs, selecting.select_blocks(query.float(), inputs, Budget(100), mask))
     assert fused.tiled(query, read, mask, {"causal": True})
-    with guarded(monkeypatch):
-        out, lse = plan.attend_pages(query, read, mask, causal=True)
-    wanted, wanted_lse = attend_in_torch(query.float(), read, mask, causal=True)
-    limit = tolerance(format, query.dtype) + TWICE
-    assert ((out.float() - wanted).norm() / wanted.norm()).item() <= limit
-    torch.testing.assert_close(lse, wanted_lse, rtol=limit, atol=5 * limit)
+    compare_pages(monkeypatch, format, query, read, mask, more=TWICE, causal=True)
 
 
 @pytest.mark.parametrize("columns", [slice(0, 20), slice(100, 101), slice(0, 128)], ids=["first", "one", "a split"])
@@ -120,7 +113,7 @@ def test_magnitudes(format, monkeypatch):
     lengths[:70] *= 1e-4
     query, attention_inputs = make(format, heads=1, group=4, queries=9, tokens=150, cuts=(60,))
     key, value = (data(1, 1, 150, 64, dtype=torch.float32) * lengths[order, None] for order in (torch.arange(150), torch.randperm(150)))
-    attention_inputs = build(REGISTRY[format], key.half(), value.half(), 0, 20, (60,))
+    attention_inputs = build(FORMATS[format], key.half(), value.half(), 0, 20, (60,))
     compare(monkeypatch, format, query * 1e-3, attention_inputs, limit=tolerance(format, torch.bfloat16) * 2)
 
 
@@ -134,8 +127,7 @@ def test_tokens_counted_on_the_device(seen, monkeypatch):
     assert attends_in_tiles(query, inputs, mask)
     with guarded(monkeypatch):
         out = plan.attend_pages(query, inputs.paged, mask, causal=True)[0]
-    wanted = attend(query.float(), store.attention_inputs(), mask[..., :seen], causal=True)
-    assert ((out.float() - wanted).norm() / wanted.norm()).item() <= 4e-3
+    assert_near(out, attend(query.float(), store.attention_inputs(), mask[..., :seen], causal=True), 4e-3)
 
 
 OTHERS = {

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 from qkvcache.kernels import PagedInputs
-from qkvcache.kernels.attend.reference import attend_pages as attend_in_torch
 from tests.matrix import FORMATS, slowly
-from tests.matrix import FORMATS as REGISTRY
 
 from .paged_inputs import build, divided
-from .test_fused_attend import BFLOAT16, DEVICE, data, fused, guarded, plan, tolerance
+from .test_fused_attend import BFLOAT16, DEVICE, data, fused, plan
+from .test_pages import TWICE, compare
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about nan and infinity, in the interpreter
 QUICK = ("identity", "int8_token", "nvfp4", "turboquant_4bit_nc", "hadaquant_k3v2")
@@ -24,19 +25,11 @@ def few(monkeypatch):
 
 def sharing(format: str, lengths: list[int], pages: int, branches: int = 0, **options) -> PagedInputs:
     """Rows of `lengths` tokens; each `branches` of them, or all, share as many pages."""
-    inputs = build(REGISTRY[format], lengths, shared=pages, device=DEVICE, **options)
+    inputs = build(FORMATS[format], lengths, shared=pages, device=DEVICE, **options)
     return divided(inputs, branches=branches or len(lengths), shared=64 * pages)
 
 
-def compare(monkeypatch, format: str, query, inputs: PagedInputs, mask=None, **options) -> None:
-    with guarded(monkeypatch):
-        out, lse = plan.attend_pages(query, inputs, mask, **options)
-    wanted, wanted_lse = attend_in_torch(query.float(), inputs, mask, **options)
-    limit = tolerance(format, query.dtype) + 1e-3  # values that many rows share are rounded as they are dequantized
-    assert out.isfinite().all() and out.dtype == query.dtype and out.shape == wanted.shape
-    error = ((out.float() - wanted).norm() / wanted.norm()).item()
-    assert error <= limit, f"relative error {error:.2e} > {limit:.1e}"
-    torch.testing.assert_close(lse, wanted_lse, rtol=limit, atol=5 * limit)
+compare = functools.partial(compare, more=TWICE)
 
 
 @pytest.fixture

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from qkvcache.formats import Codec, Format
 from qkvcache.formats.centered import Centered
-from qkvcache.kernels import AttentionInputs, attend, qk
-from qkvcache.kernels.attend.reference import apply_mask
+from qkvcache.kernels import AttentionInputs, attend
 from tests.matrix import FORMATS, slowly
-from tests.matrix import FORMATS as REGISTRY
+from tests.softmax import attention_weights
 
-from .attention_inputs import build
+from .attention_inputs import assert_near, build, exactly
 
 triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
@@ -63,7 +62,7 @@ def tolerance(format: str, dtype: torch.dtype) -> float:
     fp32 has the roundings of fp16 but the last one, unless nothing is packed. Where numbers carry an offset (16 to 31 for four bits), a
     rounded weight counts as many times more as they exceed their spread. The interpreter rounds scaled int4 twice.
     """
-    key, value = (codec.packed_layout for codec in REGISTRY[format].codecs())
+    key, value = (codec.packed_layout for codec in FORMATS[format].codecs())
     if dtype == torch.float32 and key.kind == "half":
         return 2e-5
     error = {torch.float16: 1e-3, torch.bfloat16: 5e-3, torch.float32: 1e-3}[dtype]
@@ -81,7 +80,7 @@ def make(format: str, batch=1, heads=2, group=2, queries=1, tokens=135, dims=64,
     dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
     key, value = data(batch, heads, tokens, dim, dtype=dtype), data(batch, heads, tokens, value_dim, dtype=dtype)
     query = data(batch, heads * group, queries, dim, dtype=dtype)
-    return query, build(REGISTRY[format], key, value, first, recent, cuts)
+    return query, build(FORMATS[format], key, value, first, recent, cuts)
 
 
 @contextmanager
@@ -110,32 +109,16 @@ def run(monkeypatch, query: Tensor, attention_inputs: AttentionInputs, *args, **
         return plan.attend_pages(query, attention_inputs.paged, *args, **kwargs)[:2]
 
 
-def logsumexp(query: Tensor, attention_inputs: AttentionInputs, mask, *, scaling=None, causal=False, softcap=None, sinks=None) -> Tensor:
-    batch, query_heads, queries, dim = query.shape
-    heads = attention_inputs.key.shape[1]
-    rows = (query.float() * (dim**-0.5 if scaling is None else scaling)).reshape(batch, heads, -1, dim)
-    logits = qk(rows, attention_inputs.key).view(batch, query_heads, queries, -1)
-    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
-    logits = apply_mask(logits, mask, causal)
-    if sinks is not None:
-        logits = torch.cat([logits, sinks.float().view(1, -1, 1, 1).expand(batch, query_heads, queries, 1)], -1)
-    return torch.logsumexp(logits, -1)
-
-
 def compare(monkeypatch, format, query, attention_inputs, mask=None, *, limit=None, **kwargs) -> None:
     out, lse = run(monkeypatch, query, attention_inputs, mask, **kwargs)
     expect(format, query, attention_inputs, mask, out, lse, limit, **kwargs)
 
 
 def expect(format, query, attention_inputs, mask, out, lse, limit=None, **kwargs) -> None:
+    assert out.dtype == query.dtype
+    _, expected = attention_weights(query, exactly(attention_inputs.key), mask, **kwargs)
     wanted = attend(query.float(), attention_inputs, mask, **kwargs)
-    limit = limit or tolerance(format, query.dtype)
-    assert out.dtype == query.dtype and out.shape == wanted.shape
-    assert out.isfinite().all()
-    error = ((out.float() - wanted).norm() / wanted.norm()).item()
-    assert error <= limit, f"relative error {error:.2e} > {limit:.1e}"
-    expected = logsumexp(query, attention_inputs, mask, **kwargs)
-    torch.testing.assert_close(lse, expected, rtol=limit, atol=5 * limit)  # scores of N(0, 1) reach about 5
+    assert_near(out, wanted, limit or tolerance(format, query.dtype), lse, expected.float())
 
 
 @pytest.mark.parametrize("format", slowly(FORMATS, KINDS))
@@ -155,7 +138,7 @@ class Means(Format):
         return f"means of {self.of}"
 
     def codecs(self) -> tuple[Codec, Codec]:
-        return Centered.of(REGISTRY[self.of].key), Centered.of(REGISTRY[self.of].value)
+        return Centered.of(FORMATS[self.of].key), Centered.of(FORMATS[self.of].value)
 
 
 MEANS = {"int4_vllm": 80, "turboquant_3bit_nc": 64, "nvfp4": 112, "int4": 96}
@@ -207,7 +190,7 @@ def test_values_of_other_widths(format, monkeypatch):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("format", KINDS)
 def test_head_dims(format, head_dim, dtype, monkeypatch):
-    if REGISTRY[format].refuses(head_dim):
+    if FORMATS[format].refuses(head_dim):
         pytest.skip("refused")
     compare(monkeypatch, format, *make(format, tokens=90, dims=head_dim, dtype=dtype, cuts=()))
 
@@ -356,7 +339,7 @@ def test_magnitudes(format, monkeypatch):
     lengths = torch.tensor([0.0, 1e-6, 1.0, 1e2, high], device=DEVICE)[torch.arange(60, device=DEVICE) % 5]
     key, value = (data(1, 1, 60, 64, dtype=torch.float32) * lengths[order, None] for order in (torch.arange(60), torch.randperm(60)))
     query = data(1, 3, 1, 64, dtype=WIDE_RANGE) * torch.tensor([1e-8, 1e-3, 0.0], device=DEVICE, dtype=WIDE_RANGE)[:, None, None]
-    attention_inputs = build(REGISTRY[format], key.to(WIDE_RANGE), value.to(WIDE_RANGE), 0, 0)
+    attention_inputs = build(FORMATS[format], key.to(WIDE_RANGE), value.to(WIDE_RANGE), 0, 0)
     compare(monkeypatch, format, query, attention_inputs, limit=tolerance(format, torch.bfloat16) * 2)
 
 

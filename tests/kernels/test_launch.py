@@ -132,21 +132,6 @@ def test_the_kernel_is_that_which_triton_chooses(calls):
             assert ours == triton_s
 
 
-def test_a_pointer_that_is_no_longer_aligned_compiles_anew(gpu):
-    launch = launcher()
-    for shift in (0, 0, 2, 2, 0):
-        launch(GRID, at(shift), held=held())
-    kernels = [kernel for kernel, *_ in gpu.ran]
-    assert kernels[0] is kernels[1] is kernels[4] and kernels[2] is kernels[3] is not kernels[0] and gpu.by_triton == 2
-
-
-def test_held_arguments_that_move_compile_anew(gpu):
-    launch = launcher()
-    for shift in (0, 2):
-        launch(GRID, at(0), held=held(shift))
-    assert gpu.by_triton == 2 and gpu.ran[0][0] is not gpu.ran[1][0]
-
-
 @pytest.mark.parametrize("hooks", ["launch_enter_hook", "launch_exit_hook", "pre_run_hooks"])
 def test_a_launch_that_is_watched_is_triton_s(gpu, monkeypatch, hooks):
     launch = launcher()

@@ -11,7 +11,8 @@ from qkvcache.kernels.paged_inputs import DROPPED, LENGTH, ROOM, SINKS, TOKENS
 from qkvcache.kernels.store import reference
 from qkvcache.storage import Storage
 from tests.matrix import FORMATS, slowly
-from tests.matrix import FORMATS as REGISTRY
+
+from .attention_inputs import assert_near
 
 triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROUNDED = 0.0 if DEVICE.type == "cpu" else 0.01
 """Share of codes that may differ: a GPU divides otherwise in kernels than in torch."""
-SUPPORTED = [name for name in FORMATS if all(supports(codec, 128) for codec in REGISTRY[name].codecs())]
+SUPPORTED = [name for name in FORMATS if all(supports(codec, 128) for codec in FORMATS[name].codecs())]
 QUICK = ("identity", "int8", "fp8_token", "int4", "nvfp4", "turboquant_4bit_nc", "turboquant_3bit_nc")
 SENTINEL = 0xA5
 Pair = tuple[Tensor, Tensor]
@@ -52,7 +53,7 @@ def pair(rows: int, heads: int, tokens: int, dims=(64, 96), dtype=torch.float16)
 
 def make(format: str, x: Pair, first: int, ring: int, limit: int | None) -> Storage:
     """An empty storage, every byte of its pages the sentinel."""
-    codecs = REGISTRY[format].key, REGISTRY[format].value
+    codecs = FORMATS[format].key, FORMATS[format].value
     held = Storage(codecs, tuple(side[:, :, :0] for side in x), first, ring - 1, limit, static=True)
     poison(held, SENTINEL)
     held.tokens.calibrate(x)
@@ -229,11 +230,7 @@ def compare(store: Storage, limit: float = 4e-3) -> None:
     rows, heads, _, dim = store.residual[0].shape
     query = data(rows, heads * 2, 1, dim, dtype=store.residual[0].dtype)
     assert fused.supports(store.inputs, query)
-    out = plan.attend_pages(query, store.inputs)[0]
-    wanted = attend(query.float(), store.attention_inputs())
-    assert out.isfinite().all() and out.shape == wanted.shape
-    error = ((out.float() - wanted).norm() / wanted.norm()).item()
-    assert error <= limit, f"relative error {error:.2e}"
+    assert_near(plan.attend_pages(query, store.inputs)[0], attend(query.float(), store.attention_inputs()), limit)
 
 
 @pytest.mark.parametrize("seen", [1, 3, 8, 13, 14, 60, 130])

@@ -8,7 +8,6 @@ from qkvcache.formats import Codec, Codes, Int4
 from tests.codes import planes_of
 from tests.kernels.paged_inputs import pages_of
 from tests.matrix import COVER, FORMATS, covering, slowly
-from tests.matrix import FORMATS as REGISTRY
 
 triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, ab
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SENTINEL = 0xA5
 CAPACITY = 64
-SUPPORTED = [name for name in FORMATS if all(supports(codec, 128) for codec in REGISTRY[name].codecs())]
+SUPPORTED = [name for name in FORMATS if all(supports(codec, 128) for codec in FORMATS[name].codecs())]
 QUICK = [name for name in SUPPORTED if DEVICE.type == "cuda" or name in COVER]
 
 
@@ -49,7 +48,7 @@ def write(codecs, x, planes, statistics, start: int) -> None:
 
 def store(format, key: Tensor, value: Tensor, start: int = 0) -> list[tuple[Codec, Tensor, Codes, Codes]]:
     """Both sides, after `quantize_into`: planes whose slots hold the codes, and buffers kept once."""
-    sides = [(codec, x, poisoned(codec, x), codec.calibrate(x)) for codec, x in zip(REGISTRY[format].codecs(), (key, value), strict=True)]
+    sides = [(codec, x, poisoned(codec, x), codec.calibrate(x)) for codec, x in zip(FORMATS[format].codecs(), (key, value), strict=True)]
     write(*zip(*sides, strict=True), start)
     return sides
 
@@ -88,7 +87,7 @@ def check(
 )
 def test_codes(format, head_dim):
     """Blocks and single tokens, in every dtype, anywhere in the planes."""
-    if REGISTRY[format].refuses(head_dim):
+    if FORMATS[format].refuses(head_dim):
         pytest.skip("refused")
     dtype = (torch.bfloat16, torch.float16, torch.float32)[head_dim // 16 % 3]
     for batch, heads, tokens, start in ((1, 3, 17, 5), (2, 3, 1, 23)):
@@ -98,13 +97,13 @@ def test_codes(format, head_dim):
 
 
 @pytest.mark.parametrize(
-    "format", [name for name in SUPPORTED if name.endswith("_token") and REGISTRY[name].key.buffers(64)[1].heads == "shared"]
+    "format", [name for name in SUPPORTED if name.endswith("_token") and FORMATS[name].key.buffers(64)[1].heads == "shared"]
 )
 def test_what_heads_share_may_be_held_by_each(format):
     """As where tokens are evicted: every head has a copy of the scale."""
     for heads, tokens in ((3, 5), (4, 1)):
         x = data(2, heads, tokens, 64)
-        codec = REGISTRY[format].key
+        codec = FORMATS[format].key
         each = planes_of(codec, x, CAPACITY, per_head=True)
         planes = {name: plane.contiguous() for name, plane in each.items()}
         for plane in planes.values():
@@ -126,11 +125,11 @@ def test_what_heads_share_may_be_held_by_each(format):
 )
 def test_decode(format, head_dim):
     """What the codec decodes, up to the rounding of the last step, from views into planes to a view of the output."""
-    if REGISTRY[format].refuses(head_dim):
+    if FORMATS[format].refuses(head_dim):
         pytest.skip("refused")
     dtype = (torch.float32, torch.bfloat16, torch.float16)[head_dim // 32 % 3]
     x = data(2, 3, 5, head_dim, dtype=dtype)
-    for codec in dict.fromkeys(REGISTRY[format].codecs()):
+    for codec in dict.fromkeys(FORMATS[format].codecs()):
         statistics = codec.calibrate(x)
         planes = poisoned(codec, x)
         for name, codes in codec.quantize(x, statistics).items():
@@ -147,7 +146,7 @@ def test_decode(format, head_dim):
 def test_strides(format):
     """Vectors as a projection leaves them, heads within tokens, and rows cut out of something longer."""
     key, value = (data(2, 6, 3, 72, scale=3.0)[:, 1:, :, 8:].transpose(1, 2) for _ in range(2))
-    if not REGISTRY[format].refuses(64):
+    if not FORMATS[format].refuses(64):
         for codec, x, planes, statistics in store(format, key, value, 2):
             check(codec, x, planes, statistics, 2)
 
@@ -172,7 +171,7 @@ def test_not_finite(format):
     """What the codec decodes to something not finite does so here, and nothing else."""
     key, value = (data(1, 2, 5, 64, dtype=torch.float32) for _ in range(2))
     sides = []
-    for codec, x in zip(REGISTRY[format].codecs(), (key, value), strict=True):
+    for codec, x in zip(FORMATS[format].codecs(), (key, value), strict=True):
         statistics = codec.calibrate(x)
         x[0, 1, :4, 37] = torch.tensor([float("nan"), -float("nan"), float("inf"), -float("inf")], device=DEVICE)
         sides.append((codec, x, poisoned(codec, x), statistics))
@@ -197,7 +196,7 @@ def test_alone_as_in_a_block():
 def test_channels_apart():
     """Vectors of any strides are stored."""
     x = data(1, 1, 2, 64)
-    codec = REGISTRY["int8_uncentered"].key
+    codec = FORMATS["int8_uncentered"].key
     planes, wanted = poisoned(codec, x), codec.quantize(x, {})
     write(*([each] * 2 for each in (codec, x.mT.contiguous().mT, planes, {})), 0)
     assert all(torch.equal(planes[name][:, :, :2], codes) for name, codes in wanted.items())
@@ -205,12 +204,12 @@ def test_channels_apart():
 
 def test_errors():
     x = data(1, 1, 2, 64)
-    codec = REGISTRY["int8"].key
+    codec = FORMATS["int8"].key
     with pytest.raises(ValueError, match="contiguous"):
         decode(codec, codec.quantize(x, codec.calibrate(x)), x.mT.contiguous().mT)
     block = Int4(group_size=24).value
-    assert not supports(block, 96) and not supports(codec, 1024) and not supports(REGISTRY["int4"].key, 80)
+    assert not supports(block, 96) and not supports(codec, 1024) and not supports(FORMATS["int4"].key, 80)
     with pytest.raises(ValueError, match="ask `supports`"):
         write(*([each] * 2 for each in (block, data(1, 1, 2, 96), {}, {})), 0)
     with pytest.raises(ValueError, match="ask `supports`"):
-        decode(REGISTRY["int4"].key, {}, data(1, 1, 2, 80))
+        decode(FORMATS["int4"].key, {}, data(1, 1, 2, 80))

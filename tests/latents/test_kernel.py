@@ -17,6 +17,7 @@ from qkvcache.latents.layer import LatentLayer
 from qkvcache.latents.reference import attend_latent_pages, attend_latents
 from tests.matrix import FORMATS, slowly
 from tests.seeds import SEED
+from tests.softmax import softmax_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about nan and infinity, in the interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -44,13 +45,8 @@ def queries(layer, heads, count=1):
 
 
 def dense(layer, query, mask=None, causal=False, scaling=0.2):
-    latents, rope = (x.float() for x in layer.dense())
-    scores = query.float() @ torch.cat([latents, rope], dim=-1).mT * scaling
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=DEVICE).triu(scores.shape[-1] - scores.shape[-2] + 1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
-    return scores.softmax(-1) @ latents
+    latents, rope = layer.dense()
+    return softmax_attention(query, torch.cat([latents, rope], dim=-1), latents, mask, causal=causal, scaling=scaling)
 
 
 def assert_near(got, expected, limit):

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,9 +11,8 @@ from qkvcache.attention import CompressedKV
 from qkvcache.attention.compressed_kv import warn_once
 from qkvcache.kernels import attend, segments
 from qkvcache.layers.compressed import CompressedLayer
-from tests.allocations import Allocations
-from tests.matrix import COVER
-from tests.matrix import FORMATS as REGISTRY
+from tests.allocations import Allocations, reachable, storages
+from tests.matrix import COVER, FORMATS
 from tests.tolerance import same_decoded
 from tests.updates import BAD_UPDATES, DIM, HEADS, ROWS, VALUE_DIM, new
 
@@ -23,7 +21,7 @@ every_kind = pytest.mark.parametrize("limit", [None, LIMIT], ids=["growing", "pr
 
 
 def filled(*sizes: int, format: str = "turboquant_4bit_nc", first: int = 2, recent: int = 8, limit: int | None = None) -> CompressedLayer:
-    layer = CompressedLayer(REGISTRY[format], first, recent, limit)
+    layer = CompressedLayer(FORMATS[format], first, recent, limit)
     for size in sizes or (50, 1, 1):
         layer.update(*new(size))
     return layer
@@ -65,7 +63,7 @@ def state(layer: CompressedLayer) -> list:
 @pytest.mark.parametrize("zones", [(4, 64), (0, 0), (2, 0)])
 @pytest.mark.parametrize("format", COVER)
 def test_update_returns_the_tensors_and_then_handles(format, zones, limit):
-    layer = CompressedLayer(REGISTRY[format], *zones, limit)
+    layer = CompressedLayer(FORMATS[format], *zones, limit)
     given = new(40)
     assert all(got is x for got, x in zip(layer.update(*given), given, strict=True))
     for size in (1, 3, 20):
@@ -85,7 +83,7 @@ def test_update_returns_the_tensors_and_then_handles(format, zones, limit):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dense_is_in_the_models_dtype(dtype):
-    layer = CompressedLayer(REGISTRY["turboquant_3bit_nc"], 2, 8)
+    layer = CompressedLayer(FORMATS["turboquant_3bit_nc"], 2, 8)
     layer.update(*new(40, dtype=dtype))
     key, value = layer.update(*new(1, dtype=dtype))
     assert {key.dtype, value.dtype, key.dense().dtype, value.dense().dtype} == {dtype}
@@ -94,7 +92,7 @@ def test_dense_is_in_the_models_dtype(dtype):
 
 @every_kind
 def test_gradients_reach_the_new_tokens(limit):
-    layer, plain = (CompressedLayer(REGISTRY["turboquant_4bit_nc"], 2, 8, limit) for _ in range(2))
+    layer, plain = (CompressedLayer(FORMATS["turboquant_4bit_nc"], 2, 8, limit) for _ in range(2))
     past, x = new(50), new(3)
     layer.update(*past), plain.update(*past)
     before = layer.dense()
@@ -115,7 +113,7 @@ def test_gradients_reach_the_new_tokens(limit):
 
 
 def test_the_first_update_keeps_gradients_and_stores_none():
-    layer, given = CompressedLayer(REGISTRY["int8"], 2, 8), tuple(x.requires_grad_() for x in new(30))
+    layer, given = CompressedLayer(FORMATS["int8"], 2, 8), tuple(x.requires_grad_() for x in new(30))
     got = layer.update(*given)
     assert all(x is y for x, y in zip(got, given, strict=True))
     assert not any(t.requires_grad for _, t in layer.tensors())
@@ -139,7 +137,7 @@ def test_dropped_gradients_are_told_once(recwarn):
 @every_kind
 @pytest.mark.parametrize("modes", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)])
 def test_inference_mode_may_come_and_go(modes, limit):
-    layer, plain = (CompressedLayer(REGISTRY["turboquant_4bit_nc"], 2, 8, limit) for _ in range(2))
+    layer, plain = (CompressedLayer(FORMATS["turboquant_4bit_nc"], 2, 8, limit) for _ in range(2))
     for i, size in enumerate((40, 1, 20, 1, 1, 3)):
         x = new(size)
         plain.update(*x)
@@ -200,7 +198,7 @@ def test_rows_move_together(format, limit):
 
 @every_kind
 def test_moving_an_empty_layer_is_nothing(limit):
-    layer = CompressedLayer(REGISTRY["int8"], max_length=limit)
+    layer = CompressedLayer(FORMATS["int8"], max_length=limit)
     layer.reorder_cache(torch.tensor([0]))
     layer.batch_repeat_interleave(2)
     layer.offload()
@@ -226,12 +224,18 @@ def test_offload_and_prefetch_move_every_tensor(format):
     assert {t.device.type for _, t in layer.tensors()} == {"meta"}
 
 
-def test_reset_starts_over():
-    layer = filled()
+@pytest.mark.parametrize("options", [{}, {"compile": True}, {"max_length": LIMIT}], ids=["growing", "compiled", "preallocated"])
+def test_reset_starts_over(options):
+    """With the same storage, unless it grows; and for another batch."""
+    layer = CompressedLayer(FORMATS["int8"], 2, 8, **options)
+    layer.update(*new(60)), layer.update(*new(1))
+    kept = addresses(layer)
     layer.reset()
-    assert not layer.is_initialized and layer.get_seq_length() == 0 and list(layer.tensors()) == []
-    given = new(4, rows=1, heads=5, dims=(128, 128), dtype=torch.bfloat16)
-    assert layer.update(*given)[0] is given[0]
+    assert layer.get_seq_length() == 0 and layer.is_initialized == bool(options)
+    assert addresses(layer) == (kept if options else [])
+    for given in (new(7), new(4, rows=1, heads=5, dims=(VALUE_DIM, 128), dtype=torch.bfloat16)):
+        assert layer.update(*given)[0] is given[0] and same(layer.dense(), given)
+        layer.reset()
 
 
 @every_kind
@@ -287,7 +291,7 @@ def test_a_refused_update_changes_nothing(bad, limit):
 @every_kind
 @pytest.mark.parametrize("dims", [(65, 64), (64, 65)])
 def test_a_refused_head_dim_leaves_the_layer_empty(dims, limit):
-    layer = CompressedLayer(REGISTRY["int4"], max_length=limit)
+    layer = CompressedLayer(FORMATS["int4"], max_length=limit)
     with pytest.raises(ValueError, match="cannot hold (keys|values) of head_dim 65"):
         layer.update(*new(3, dims=dims))
     assert not layer.is_initialized and layer.get_seq_length() == 0 and list(layer.tensors()) == []
@@ -304,7 +308,7 @@ def test_a_refused_crop_changes_nothing(limit):
 
 
 def test_dense_keys_and_values_are_refused():
-    for layer in (filled(), CompressedLayer(REGISTRY["int8"])):
+    for layer in (filled(), CompressedLayer(FORMATS["int8"])):
         for name in ("keys", "values"):
             with pytest.raises(NotImplementedError, match="EncoderDecoderCache.*layer.dense()"):
                 getattr(layer, name)
@@ -313,29 +317,15 @@ def test_dense_keys_and_values_are_refused():
 # Memory
 
 
-def reachable(thing: object, seen: set[int]) -> Iterator[Tensor]:
-    if id(thing) in seen or isinstance(thing, type):
-        return
-    seen.add(id(thing))
-    if isinstance(thing, Tensor):
-        yield thing
-        return
-    parts = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, (list, tuple)) else vars(thing).values()
-    for part in parts:
-        if isinstance(part, (dict, list, tuple, Tensor)) or hasattr(part, "__dict__"):
-            yield from reachable(part, seen)
-
-
 @pytest.mark.parametrize("format", COVER)
 def test_tensors_are_all_that_is_held(format):
     layer = filled(format=format)
     for change in (lambda: None, lambda: layer.crop(-45), lambda: layer.update(*new(100)), lambda: layer.update(*new(1))):
         change()
-        held, listed = list(reachable(layer, set())), [t for _, t in layer.tensors()]  # views are kept from step to step
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held if t.numel()}
-        assert storages.keys() == {t.untyped_storage().data_ptr() for t in listed if t.numel()}
-    assert sum(storages.values()) == sum(t.nbytes for t in listed)
-    per_token = REGISTRY[format].bytes_per_token(DIM, HEADS, VALUE_DIM)
+        held, listed = storages(reachable(layer)), [t for _, t in layer.tensors()]  # views are kept from step to step
+        assert held.keys() == storages(listed).keys()
+    assert sum(held.values()) == sum(t.nbytes for t in listed)
+    per_token = FORMATS[format].bytes_per_token(DIM, HEADS, VALUE_DIM)
     codes = sum(t.nbytes for role, t in layer.tensors() if role in ("codes", "scales"))
     if format != "identity":  # those bytes are counted for bf16
         statistics = sum(t.nbytes for side in layer.storage.tokens.statistics for t in side.values())
@@ -345,7 +335,7 @@ def test_tensors_are_all_that_is_held(format):
 @pytest.mark.parametrize("format", ["identity", "int8_asymmetric", "int4", "nvfp4", "turboquant_4bit_nc", "turboquant_3bit_nc"])
 def test_a_step_decodes_no_more_than_a_block(format, monkeypatch):
     monkeypatch.setattr(segments, "BLOCK_ELEMENTS", 2**17)
-    layer = CompressedLayer(REGISTRY[format])
+    layer = CompressedLayer(FORMATS[format])
     layer.update(*new(8192, rows=1, dtype=torch.bfloat16))
     key, _ = layer.update(*new(1, rows=1, dtype=torch.bfloat16))
     query = torch.randn(1, HEADS, 1, DIM).bfloat16()
@@ -359,7 +349,7 @@ def test_a_step_decodes_no_more_than_a_block(format, monkeypatch):
 
 def test_an_update_encodes_no_more_than_a_block_at_a_time(monkeypatch):
     monkeypatch.setattr(segments, "BLOCK_ELEMENTS", 2**17)
-    layer, given = CompressedLayer(REGISTRY["turboquant_4bit_nc"]), new(8192, rows=1, dtype=torch.bfloat16)
+    layer, given = CompressedLayer(FORMATS["turboquant_4bit_nc"]), new(8192, rows=1, dtype=torch.bfloat16)
     with Allocations() as step:
         layer.update(*given)
     assert step.largest <= segments.BLOCK_ELEMENTS * 8  # norms in float64

@@ -14,8 +14,7 @@ from qkvcache.kernels import attend_on_codes
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.policies import H2O
 from qkvcache.releases import passing
-from tests.matrix import FORMATS as REGISTRY
-from tests.matrix import model
+from tests.matrix import FORMATS, model
 from tests.updates import DIM, HEADS, new
 
 KINDS = ["identity", "int8_asymmetric", "fp8_tensor", "int4_group", "nvfp4", "turboquant_3bit_nc"]
@@ -47,7 +46,7 @@ def test_what_is_kept_is_made_before_the_first_step(format, kernels, monkeypatch
         for x in vars(module).values():
             if isinstance(x, functools._lru_cache_wrapper):
                 x.cache_clear()
-    layer = CompressedLayer(REGISTRY[format], 0, 0, 40)
+    layer = CompressedLayer(FORMATS[format], 0, 0, 40)
     layer.update(*new(1, 1, dims=(DIM, DIM)))
     before = kept()
     assert before["qkvcache.kernels.host.dispatch.prepare"]

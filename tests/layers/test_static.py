@@ -5,74 +5,34 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor
 
-from qkvcache.kernels import attend, attend_on_codes, attend_pages
+from qkvcache.kernels import attend, attend_pages
 from qkvcache.kernels.paged_inputs import DROPPED, LENGTH, TOKENS
 from qkvcache.kernels.store import reference
 from qkvcache.layers.compressed import CompressedLayer
-from tests.codes import codes_of
-from tests.matrix import COVER
-from tests.matrix import FORMATS as REGISTRY
+from tests.allocations import storages
+from tests.layers.test_compressed import addresses, same, state
+from tests.layers.test_compressed import filled as filled_layer
+from tests.matrix import COVER, FORMATS
 from tests.reference import assert_close
 from tests.tolerance import rounding, same_decoded
-from tests.updates import DIM, HEADS, ROWS, VALUE_DIM, Pair, new
+from tests.updates import DIM, ROWS, compiled_steps, new, one_step
 
 FIRST, RECENT, LIMIT = 2, 6, 90
 KINDS = ["identity", "int8_asymmetric", "fp8_tensor", "int4_group", "nvfp4", "turboquant_3bit_nc"]
 
 
-def empty(format: str = "turboquant_4bit_nc", zones=(FIRST, RECENT), limit: int = LIMIT) -> CompressedLayer:
-    return CompressedLayer(REGISTRY[format], *zones, max_length=limit)
+def empty() -> CompressedLayer:
+    return CompressedLayer(FORMATS["turboquant_4bit_nc"], FIRST, RECENT, LIMIT)
 
 
-def filled(*sizes: int, **options) -> CompressedLayer:
-    layer = empty(**options)
-    for size in sizes or (50, 1, 1):
-        layer.update(*new(size))
-    return layer
+def filled(*sizes: int, format: str = "turboquant_4bit_nc", limit: int = LIMIT) -> CompressedLayer:
+    return filled_layer(*sizes, format=format, first=FIRST, recent=RECENT, limit=limit)
 
 
-def same(a, b) -> bool:
-    a, b = list(a), list(b)
-    return len(a) == len(b) and all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def addresses(layer: CompressedLayer) -> list[int]:
-    return [x.data_ptr() for _, x in layer.tensors()]
-
-
-def snapshot(layer: CompressedLayer) -> list:
-    held = [x.flatten().view(torch.uint8).clone() for _, x in layer.tensors()]
-    return [layer.get_seq_length(), layer.storage.tokens.length, layer.empty, addresses(layer), [x.tolist() for x in held]]
-
-
-@pytest.mark.parametrize("format", COVER)
-def test_codes_are_those_of_a_growing_layer(format):
-    """The body in token order; and dense layers that are equal, where nothing is lost."""
-    static, growing = empty(format, (FIRST, 0)), CompressedLayer(REGISTRY[format], FIRST, 0)
-    for size in (30, 1, 1, 5, 1):
-        x = new(size)
-        static.update(*x), growing.update(*x)
-    assert static.storage.tokens.length == growing.storage.tokens.length == 35
-    assert same(codes_of(static.storage.tokens), codes_of(growing.storage.tokens))
-    if format == "identity":
-        assert same(static.dense(), growing.dense())
-
-
-def test_reset_keeps_the_storage_and_serves_another_batch():
-    layer = filled()
-    kept = addresses(layer)
-    layer.reset()
-    assert layer.is_initialized and layer.get_seq_length() == 0 and addresses(layer) == kept
-    x = new(4)
-    assert layer.update(*x)[0] is x[0] and addresses(layer) == kept
-    layer.reset()
-    x = new(4, rows=1, dims=(128, 128), dtype=torch.bfloat16)
-    assert layer.update(*x)[0] is x[0] and layer.dense()[0].dtype == torch.bfloat16
-
-
-# Modes of autograd, memory
+@pytest.fixture
+def compiled():
+    yield from compiled_steps()
 
 
 @pytest.mark.parametrize("format", COVER)
@@ -82,13 +42,8 @@ def test_memory_is_constant_from_the_first_token_on(format):
     for size in (40, 1, 7, 41):
         layer.update(*new(size))
     assert layer.get_seq_length() == LIMIT and addresses(layer) == kept
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for _, x in layer.tensors() if x.numel()}
-    assert sum(storages.values()) == held == sum(x.nbytes for _, x in layer.tensors())
-    per_token = REGISTRY[format].bytes_per_token(DIM, HEADS, VALUE_DIM)
-    if format != "identity":  # those bytes are counted for bf16
-        codes = sum(x.nbytes for role, x in layer.tensors() if role in ("codes", "scales"))
-        statistics = sum(x.nbytes for side in layer.storage.tokens.statistics for x in side.values())
-        assert codes == ROWS * per_token * layer.storage.tokens.capacity + statistics
+    listed = [x for _, x in layer.tensors()]
+    assert sum(storages(listed).values()) == held == sum(x.nbytes for x in listed)
     assert layer.storage.tokens.capacity == 128
 
 
@@ -107,10 +62,10 @@ def test_storage_of_early_initialization_is_used():
 
 def test_more_than_max_length_is_refused_and_changes_nothing():
     layer = filled()
-    before = snapshot(layer)
+    before = state(layer)
     with pytest.raises(ValueError, match="52 tokens and 39 more do not fit in max_length=90"):
         layer.update(*new(39))
-    assert snapshot(layer) == before
+    assert state(layer) == before
     layer.update(*new(38))
     with pytest.raises(ValueError, match="90 tokens and 1 more"):
         layer.update(*new(1))
@@ -127,26 +82,6 @@ def test_a_prompt_that_does_not_fit_takes_no_storage():
 
 
 # Compiled
-
-
-def one_step(layer: CompressedLayer, x: Pair, query: Tensor) -> Tensor:
-    key, _ = layer.update(*x)
-    return attend_on_codes(query, key.attention_inputs)
-
-
-@pytest.fixture
-def compiled():
-    """`one_step` compiled into one graph, and how many graphs there are."""
-    torch.compiler.reset()
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    with torch.compiler.set_stance("default"), torch.no_grad():
-        yield torch.compile(one_step, fullgraph=True, backend=backend), graphs
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("format", KINDS)

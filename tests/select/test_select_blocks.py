@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from qkvcache.kernels import PagedInputs, attend_pages
-from qkvcache.kernels.attend.reference import MASKED_SCORE
 from qkvcache.kernels.attend.reference import attend_pages as attend_in_torch
 from qkvcache.kernels.paged_inputs import BEGIN, RING_START, RING_TOKENS, SINKS
 from qkvcache.kernels.pages import BLOCK
@@ -21,6 +22,7 @@ from tests.kernels.paged_inputs import build, divided, row
 from tests.kernels.test_fused_attend import KINDS
 from tests.kernels.test_pages import DEVICE, KERNELS, compare, split
 from tests.matrix import FORMATS, slowly
+from tests.softmax import attention_weights
 
 LENGTHS = [230, 70, 0]
 ROWS = len(LENGTHS)
@@ -41,27 +43,15 @@ def queries_like(inputs: PagedInputs, queries: int = 1, group: int = 2) -> Tenso
     return torch.randn(batch, heads * group, queries, dim, device=inputs.rows.device).to(inputs.ring[0].dtype)
 
 
-def weights_by_row(query: Tensor, inputs: PagedInputs, mask: Tensor | None, scaling: float, softcap: float | None) -> list[list[Tensor]]:
-    """The weights of the blocks of each row and head."""
-    batch, query_heads, queries, _ = query.shape
-    heads, found = inputs.ring[0].shape[1], []
-    for b in range(batch):
-        begin, sinks, length = *inputs.rows[b, [BEGIN, SINKS]].tolist(), int(inputs.pages.lengths[b])
-        found.append([torch.zeros(-(-length // BLOCK)) for _ in range(heads)])
-        for head in range(query_heads if length > begin else 0):
-            h = head // (query_heads // heads)
-            key = row(inputs, b, h, 0)[sinks : sinks + length - begin]
-            for q in range(queries):
-                score = (key @ query[b, head, q].float()) * scaling
-                score = score if softcap is None else softcap * torch.tanh(score / softcap)
-                if mask is not None:
-                    shown = mask.expand(batch, query_heads, queries, -1)[b, head, q, sinks : sinks + len(key)]
-                    score = score.masked_fill(~shown, -torch.inf) if mask.dtype == torch.bool else score + shown
-                    if (score <= MASKED_SCORE).all():
-                        continue
-                weights = F.pad(score.softmax(0), (begin, -length % BLOCK))
-                found[b][h] += weights.view(-1, BLOCK).sum(1)
-    return found
+def weights_of(query: Tensor, inputs: PagedInputs, b: int, h: int, mask: Tensor | None, **options) -> Tensor:
+    """The weights of the blocks of a row and head."""
+    begin, sinks, length = *inputs.rows[b, [BEGIN, SINKS]].tolist(), int(inputs.pages.lengths[b])
+    if length <= begin:
+        return torch.zeros(-(-length // BLOCK))
+    key = row(inputs, b, h, 0)[None, None, sinks : sinks + length - begin]
+    shown = None if mask is None else mask[b : b + 1, :, :, sinks : sinks + length - begin]
+    weights, _ = attention_weights(query[b : b + 1].unflatten(1, (inputs.ring[0].shape[1], -1))[:, h], key, shown, **options)
+    return F.pad(weights.sum((0, 1, 2)), (begin, -length % BLOCK)).view(-1, BLOCK).sum(1).float()
 
 
 @pytest.mark.parametrize(("masked", "begin"), [("", 0), ("bool", 5), ("float", 0), ("", 40)])
@@ -74,10 +64,10 @@ def test_the_weight_of_a_block(masked, begin):
     if masked == "bool":
         mask[1] = False  # padding alone
     weights = block_weights(upper_logits(query, inputs, mask, None, 0.3, 5.0), 2)
-    for mine, wanted in zip(weights, weights_by_row(query, inputs, mask, 0.3, 5.0), strict=True):
-        for x, y in zip(mine, wanted, strict=True):
-            torch.testing.assert_close(x[: len(y)], y, rtol=1e-3, atol=1e-4)
-            assert (x[len(y) :] == 0).all()
+    for b, h in itertools.product(range(ROWS), range(2)):
+        mine, wanted = weights[b, h], weights_of(query, inputs, b, h, mask, scaling=0.3, softcap=5.0)
+        torch.testing.assert_close(mine[: len(wanted)], wanted, rtol=1e-3, atol=1e-4)
+        assert (mine[len(wanted) :] == 0).all()
 
 
 @pytest.mark.parametrize(("tokens", "share", "begin"), [(1, 0, 0), (2 * BLOCK, 0, 40), (BLOCK, WHOLE // 2, 5), (10**6, 0, 70)])

@@ -4,45 +4,29 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor
 
-from qkvcache.kernels import attend, attend_on_codes
+from qkvcache.kernels import attend
 from qkvcache.kernels import step as step_on_device
 from qkvcache.kernels.host.handles import ORDER
 from qkvcache.kernels.paged_inputs import ROOM
 from qkvcache.layers.compressed import CompressedLayer
-from tests.matrix import FORMATS as REGISTRY
+from tests.matrix import FORMATS
 from tests.reference import assert_close
 from tests.seeds import SEED
-from tests.updates import DIM, ROWS, VALUE_DIM, Pair, new
+from tests.updates import DIM, compiled_steps, new
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="kernels read tensors of the CPU: needs the interpreter")
 
 
-def one_step(layer: CompressedLayer, x: Pair, query: Tensor) -> Tensor:
-    key, _ = layer.update(*x)
-    return attend_on_codes(query, key.attention_inputs)
-
-
 @pytest.fixture
 def compiled(monkeypatch):
-    """`one_step` compiled into one graph, and how many graphs there are."""
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
-    torch.compiler.reset()
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    with torch.compiler.set_stance("default"), torch.no_grad():
-        yield torch.compile(one_step, fullgraph=True, backend=backend), graphs
-    torch.compiler.reset()
+    yield from compiled_steps()
 
 
 def grown(tokens: int, **options) -> CompressedLayer:
-    layer = CompressedLayer(REGISTRY["int8"], 2, 6, **options)
+    layer = CompressedLayer(FORMATS["int8"], 2, 6, **options)
     layer.update(*new(tokens, rows=1))
     layer.update(*new(1, rows=1))
     return layer
@@ -122,21 +106,3 @@ def test_torch_operations_say_what_they_cannot(monkeypatch):
         torch.ops.qkvcache.step(layer.storage.inputs.handle, ORDER[x[0].device], *x)
     layer.update(*new(1, rows=1))  # uncompiled steps count on the host
     assert layer.get_seq_length() == 22
-
-
-@pytest.mark.parametrize("options", [{}, {"compile": True}, {"max_length": 300}], ids=["growing", "compiled", "preallocated"])
-def test_what_a_layer_keeps_when_it_starts_over(options):
-    layer = grown(100, **options)
-    kept = [x.data_ptr() for _, x in layer.tensors()]
-    layer.reset()
-    assert layer.get_seq_length() == 0 and layer.is_initialized == bool(options)
-    assert [x.data_ptr() for _, x in layer.tensors()] == (kept if options else [])
-    x = new(7, rows=1)
-    assert layer.update(*x)[0] is x[0] and layer.get_seq_length() == 7
-
-
-def test_rows_and_dims_come_from_the_tensors():
-    layer = grown(20, compile=True)
-    layer.reset()
-    layer.update(*new(5, rows=ROWS, dims=(VALUE_DIM, DIM)))
-    assert [x.shape for x in layer.dense()] == [(ROWS, 2, 5, VALUE_DIM), (ROWS, 2, 5, DIM)]

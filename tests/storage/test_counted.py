@@ -8,8 +8,7 @@ from qkvcache.kernels.paged_inputs import DROPPED, LENGTH, TOKENS
 from qkvcache.kernels.store import reference
 from qkvcache.storage import Storage
 from tests.codes import codes_of
-from tests.matrix import FORMATS as REGISTRY
-from tests.matrix import covering
+from tests.matrix import FORMATS, covering
 
 ROWS, HEADS, DIM, VALUE_DIM = 3, 2, 64, 32
 Pair = tuple[Tensor, Tensor]
@@ -24,7 +23,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def made(format: str = "turboquant_4bit_nc", first: int = 3, ring: int = 5, limit: int = 70) -> Storage:
-    return Storage((REGISTRY[format].key, REGISTRY[format].value), new(0), first, ring - 1, limit)
+    return Storage((FORMATS[format].key, FORMATS[format].value), new(0), first, ring - 1, limit)
 
 
 def append(held: Storage, x: Pair) -> None:

@@ -1,5 +1,7 @@
 """Which tokens are exact, and that a token is quantized once."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,10 +13,11 @@ from qkvcache import CompressedCache
 from qkvcache.kernels.paged_inputs import LENGTH, TOKENS
 from qkvcache.kernels.segments import block_of
 from qkvcache.storage import PAGE, Storage, storage
-from tests.matrix import FORMATS as REGISTRY
+from tests.matrix import FORMATS
+from tests.plain_cache import PlainLayer
 from tests.seeds import SEED
 
-CODEC = REGISTRY["int8"].value
+CODEC = FORMATS["int8"].value
 DIM = 8
 
 zones_of_any_size = st.tuples(st.integers(0, 6), st.integers(0, 80))
@@ -47,51 +50,28 @@ def codes(held: Storage) -> Tensor:
     return torch.cat(packed or [torch.empty(1, 2, 0, DIM, dtype=torch.int8)], dim=2)
 
 
-@given(zones_of_any_size, updates)
-def test_first_and_recent_are_exact_and_the_rest_is_quantized(sizes, updates):
-    torch.manual_seed(SEED)
-    first, recent = sizes
-    all_tokens = torch.randn(1, 2, sum(updates), DIM)
-    held, length = make(first, recent), 0
-    for new in all_tokens.split(updates, dim=2):
-        before = keys(held) if length else new[:, :, :0]
-        seen = step(held, new)
-        assert torch.equal(seen[:, :, -new.shape[2] :], new)  # the step sees itself exactly,
-        if new.shape[2] > 1:
-            assert torch.equal(seen[:, :, :length], before)  # and the past as it was
-        length += new.shape[2]
-        x, now = all_tokens[:, :, :length], keys(held)
-        assert held.seq_length == length and now.shape == x.shape
-        left = max(length - first - recent - 1, 0)
-        assert torch.equal(now, torch.cat([x[:, :, :first], encoded(x)[:, :, first : first + left], x[:, :, first + left :]], dim=2))
-        assert held.tokens.length == left and held.rows[:, [TOKENS, LENGTH]].tolist() == [[length, left]]
+operations = st.lists(st.tuples(st.booleans(), st.integers(1, 120)), min_size=1, max_size=12)
 
 
-@given(zones_of_any_size, st.lists(st.tuples(st.booleans(), st.integers(1, 120)), min_size=1, max_size=12))
-def test_a_token_is_quantized_once(sizes, operations):
-    """Crops included: what stays is bit for bit what it was, except that recent tokens may be quantized later."""
+@given(zones_of_any_size, operations)
+def test_first_and_recent_are_exact_and_the_rest_is_quantized(sizes, operations):
+    """As in `PlainLayer`, after crops too; and once: codes that stay are bit for bit what they were."""
     torch.manual_seed(SEED)
-    held = make(*sizes)
-    x = torch.empty(1, 2, 0, DIM)
+    held, plain = make(*sizes), PlainLayer(SimpleNamespace(codecs=lambda: (CODEC, CODEC)), *sizes)
     for crop, n in operations:
-        before, was = codes(held), keys(held) if held.seq_length else x
+        before = codes(held)
         if crop:
             held.truncate(max(held.seq_length - n, 0))
-            x = x[:, :, : max(x.shape[2] - n, 0)]
-            assert held.seq_length == x.shape[2]
-            if held.seq_length:
-                assert torch.equal(keys(held), was[:, :, : held.seq_length])
+            plain.crop(n)
         else:
             new = torch.randn(1, 2, n, DIM)
-            x = torch.cat([x, new], dim=2)
-            step(held, new)
-            was = torch.cat([was, new], dim=2)
-            now = keys(held)
-            same = (now == was).all(-1).all(1)[0]
-            assert torch.equal(now, torch.where(same[:, None], was, encoded(x)))
-        after = codes(held)
-        kept = min(before.shape[2], after.shape[2])
-        assert torch.equal(before[:, :, :kept], after[:, :, :kept])
+            assert torch.equal(step(held, new), plain.update((new, -new))[0])
+        assert held.seq_length == plain.seen
+        assert held.tokens.length == plain.quantized and held.rows[:, [TOKENS, LENGTH]].tolist() == [[plain.seen, plain.quantized]]
+        if plain.seen:
+            assert torch.equal(keys(held), plain.dense()[0])
+        kept = min(before.shape[2], plain.quantized)
+        assert torch.equal(before[:, :, :kept], codes(held)[:, :, :kept])
 
 
 @pytest.mark.parametrize("recent", [0, 64])
@@ -104,13 +84,6 @@ def test_a_prompt_of_several_blocks(recent):
     x, now = torch.cat(parts, dim=2), keys(held)
     middle = slice(4, x.shape[2] - recent - 1)
     assert torch.equal(now[:, :, middle], encoded(x)[:, :, middle])
-
-
-def test_blocks_bound_the_temporaries():
-    held = make(4, 64)
-    block = block_of(held.residual[0])
-    step(held, torch.randn(1, 2, 3 * block, DIM))
-    assert max(segment.tokens for segment in held.attention_inputs().key.segments) <= block
 
 
 @given(zones_of_any_size, updates)
