@@ -1,6 +1,6 @@
 """The tables and the picture of README and of the site that draw on several studies, from the rows in eval/results; nothing is measured.
 
-python eval/summary.py caches | tasks | steps | room | replicas  a table, as markdown
+python eval/summary.py caches | tasks | steps | room  a table, as markdown
 python eval/summary.py picture [--out FILE]                      quality against memory on the real model
 """
 
@@ -147,17 +147,7 @@ def room() -> Table:
     return Table(["", "`DynamicCache`", "`turboquant_4bit_nc`", ""], lines, rule=RULE)
 
 
-def replicas() -> Table:
-    """Two replicas of `examples/ray_serve` under sessions of agents, by who gets a turn."""
-    lines = [
-        ["by conversation" if row["affinity"] else "at random", "yes" if row["store"] else "no", f"{row['turns_s']:.2f}",
-         f"{row['reused']:.0%}", f"{row['computed']:,.0f} of {row['prompt']:,.0f}", f"{row['ttft_later']:.2f}"]
-        for row in sorted(rows("replicas"), key=lambda row: (row["store"], not row["affinity"]))
-    ]  # fmt: skip
-    return Table(["replica", "shared folder", "turns/s", "reused", "tokens computed a turn", "TTFT of a later turn, s"], lines)
-
-
-TABLES: dict[str, Callable[[], Table]] = {f.__name__: f for f in (caches, tasks, steps, room, replicas)}
+TABLES: dict[str, Callable[[], Table]] = {f.__name__: f for f in (caches, tasks, steps, room)}
 
 
 SHORT = {
