@@ -13,6 +13,7 @@ from pathlib import Path
 from error_bars import number, recalled, share_error
 from harness import RESULTS, Table, picture, read_rows
 from palette import UNCENTERED, format_color, policy_color
+from quality_pictures import all_right
 from tasks import by_case, right
 
 PICTURE = RESULTS / "overview.png"
@@ -49,13 +50,7 @@ def quality(format: str | None, policy: str | None = None, budget: float | None 
 
 def facts(row: dict) -> str:
     """The share of facts that are recalled, asked after the context and with it, in contexts of every length."""
-    return recalled(*counted(row))
-
-
-def counted(row: dict) -> tuple[int, int]:
-    """The facts that are recalled, and all that are asked for."""
-    counts = [right for both in row["recall"].values() for right in both]
-    return sum(counts), row["cases"] * len(counts)
+    return recalled(all_right(row), 2 * row["cases"] * len(row["recall"]))
 
 
 def attention(format: str, case: str = "8x32768") -> dict | None:

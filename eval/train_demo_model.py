@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from qkvcache.evaluation.recall import KEYS, NEEDLE, QUESTION, code_word
 
 CONTEXT, VOCAB = 4096, 2048
+RATE, BATCH, WORKERS = 3e-3, 48, 14
 
 
 def read_text(path: Path) -> str:
@@ -142,20 +143,20 @@ def build_model(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedMo
     )  # fmt: skip
 
 
-def train(model: PreTrainedModel, data: Sequences, args: argparse.Namespace) -> int:
+def train(model: PreTrainedModel, data: Sequences, minutes: float) -> int:
     """AdamW, one cosine over the clock. Returns the tokens seen."""
     decay = [p for p in model.parameters() if p.dim() >= 2]
     plain = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
-    loader = torch.utils.data.DataLoader(data, batch_size=args.batch, num_workers=args.workers, pin_memory=True, prefetch_factor=4)
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), fused=True)
+    loader = torch.utils.data.DataLoader(data, batch_size=BATCH, num_workers=WORKERS, pin_memory=True, prefetch_factor=4)
     step_fn = torch.compile(model)
     begin, tokens = None, 0
     for step, (batch, weight) in enumerate(loader):
-        share = 0.0 if begin is None else (time.time() - begin) / (60 * args.minutes)
+        share = 0.0 if begin is None else (time.time() - begin) / (60 * minutes)
         if share >= 1:
             break
-        lr = args.lr * min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
+        lr = RATE * min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
         for group in optimizer.param_groups:
             group["lr"] = lr
         batch, weight = batch.cuda(non_blocking=True), weight.cuda(non_blocking=True).flatten()
@@ -181,9 +182,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("qkvcache/demo/model"))
     parser.add_argument("--family", default="llama", choices=("llama", "qwen2", "qwen3"))
     parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--batch", type=int, default=48)
-    parser.add_argument("--workers", type=int, default=14)
     args = parser.parse_args()
 
     torch.manual_seed(0)
@@ -196,7 +194,7 @@ def main() -> None:
     model = build_model(args.family, tokenizer).cuda()
     sizes = (sum(map(len, books)) / 1e6, sum(map(len, code)) / 1e6, model.num_parameters() / 1e6)
     print("{:.1f} MB text, {:.1f} MB code, {:.2f} M parameters".format(*sizes))
-    tokens = train(model, Sequences(tokenizer, books, code, seed=1), args)
+    tokens = train(model, Sequences(tokenizer, books, code, seed=1), args.minutes)
     print(f"{tokens:,} tokens in {args.minutes:g} minutes on {torch.cuda.get_device_name()}")
     model.to(torch.bfloat16).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
