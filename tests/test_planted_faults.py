@@ -11,6 +11,9 @@ def test_every_fault_can_be_planted():
     for fault in planted_faults.FAULTS:
         path, text = planted_faults.planted(fault, planted_faults.ROOT)
         assert path.read_text() != text
+        for tests in fault.tests.split():
+            file, _, name = tests.partition("::")
+            assert not name or f"def {name.partition('[')[0]}(" in (planted_faults.ROOT / file).read_text(), fault.name
 
 
 def test_a_fault_whose_text_is_gone_is_an_error():
