@@ -19,7 +19,7 @@ from qkvcache.attention.model_code import OWN_ATTENTION
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.releases import passing
 from tests.matrix import FORMATS, MODELS, THREE, model
-from tests.reference import MODES, ZONES, assert_close, count_decoded_layers, decoded, forward, steps
+from tests.reference import MODES, ZONES, assert_close, assert_steps_alike, count_decoded_layers, decoded, forward, steps
 from tests.seeds import SEED
 from tests.tolerance import of_model
 
@@ -135,13 +135,8 @@ def test_crop_counts_from_the_end():
 @pytest.mark.parametrize("name", NAMES)
 def test_exact_format_equals_dynamic_cache(name, mode, attention):
     network = model(name, attention)
-    pairs = zip(
-        steps(network, CompressedCache(network.config, format="identity", **ZONE), MODES[mode]),
-        steps(network, DynamicCache(config=network.config), MODES[mode]),
-        strict=True,
-    )
-    for ours, theirs in pairs:
-        assert_close(ours, theirs, of_model(network))
+    ours, theirs = CompressedCache(network.config, format="identity", **ZONE), DynamicCache(config=network.config)
+    assert_steps_alike(network, ours, theirs, MODES[mode], of_model(network))
 
 
 @pytest.mark.parametrize("format", THREE)
@@ -162,13 +157,8 @@ def test_softcap_and_sinks_with_the_default_implementation(name):
     """Which differs between releases: where a prefill drops softcap, so does a decode."""
     torch.manual_seed(SEED)
     network = transformers.AutoModelForCausalLM.from_config(MODELS[name]()).eval()
-    pairs = zip(
-        steps(network, CompressedCache(network.config, format="identity", **ZONE), MODES["chunked_padded"]),
-        steps(network, DynamicCache(config=network.config), MODES["chunked_padded"]),
-        strict=True,
-    )
-    for ours, theirs in pairs:
-        assert_close(ours, theirs, of_model(network))
+    ours, theirs = CompressedCache(network.config, format="identity", **ZONE), DynamicCache(config=network.config)
+    assert_steps_alike(network, ours, theirs, MODES["chunked_padded"], of_model(network))
 
 
 @pytest.mark.parametrize("name", NAMES)

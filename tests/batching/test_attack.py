@@ -2,13 +2,9 @@
 
 import pytest
 
-from tests.releases import BATCHING
+from . import attack
 
 pytest.importorskip("uvicorn")
-if not BATCHING:
-    pytest.skip("continuous batching needs transformers 5.24", allow_module_level=True)
-
-from tests.batching import attack  # noqa: E402
 
 
 @pytest.mark.slow

@@ -2,15 +2,9 @@
 
 import pytest
 
-from tests.releases import BATCHING
+from . import load
 
 pytest.importorskip("uvicorn")
-if not BATCHING:
-    pytest.skip("continuous batching needs transformers 5.24", allow_module_level=True)
-
-from tests.batching import load  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")
 
 
 @pytest.mark.slow

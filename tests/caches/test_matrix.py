@@ -6,7 +6,7 @@ from transformers import DynamicCache
 
 from qkvcache import CompressedCache
 from tests.matrix import ATTENTION, COVER, FORMATS, MODELS, UNSUPPORTED, covering, model, slowly
-from tests.reference import MODES, ZONES, assert_close, count_decoded_layers, decoded, forward, steps
+from tests.reference import MODES, ZONES, assert_close, assert_steps_alike, count_decoded_layers, decoded, forward
 from tests.tolerance import of_model
 
 ALL_OF_IT = "chunked_padded"  # the feed that asks for everything; the others tell what is wrong, should it fail
@@ -27,10 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:no layer of this model", "ignore
 
 
 def check_against_dynamic(model, mode, **options):
-    expected = steps(model, DynamicCache(config=model.config), mode)
-    got = steps(model, CompressedCache(model.config, format="identity", **options), mode)
-    for ours, theirs in zip(got, expected, strict=True):
-        assert_close(ours, theirs, of_model(model))
+    ours = CompressedCache(model.config, format="identity", **options)
+    assert_steps_alike(model, ours, DynamicCache(config=model.config), mode, of_model(model))
 
 
 def check_against_decoded(model, mode, cache):
@@ -106,11 +104,6 @@ def test_every_format_equals_its_codes_decoded(format, feed, store):
 def test_without_a_config_sliding_layers_are_compressed_too(attention, mode, store):
     network = model("mistral", attention)
     options = ZONES["zones"] | STORES[store]
-    for ours, theirs in zip(
-        steps(network, CompressedCache(format="identity", **options), MODES[mode]),
-        steps(network, DynamicCache(), MODES[mode]),
-        strict=True,
-    ):
-        assert_close(ours, theirs, of_model(network))
+    assert_steps_alike(network, CompressedCache(format="identity", **options), DynamicCache(), MODES[mode], of_model(network))
     if store == "growing":  # the other one tells its columns by the config
         check_against_decoded(network, MODES[mode], CompressedCache(format=FOUR_BIT, **options))

@@ -18,7 +18,6 @@ def bench():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:continuous batching on compressed pages has no kernels")
 def test_it_measures_shows_and_draws(bench, tmp_path, capsys):
     out = tmp_path / "batching.jsonl"
     bench.main(["--tiny", "--device", "cpu", "--seconds", "0.5", "--out", str(out)])
