@@ -1,14 +1,13 @@
 """Families of models do what the rows of `eval/families.py` say, and README claims no more."""
 
-import importlib
 from pathlib import Path
 
+import families
 import pytest
 from harness import RESULTS, read_rows
 
 from tests.matrix import slowly
 
-families = importlib.import_module("families")
 ROWS = {row["family"]: row for row in read_rows(RESULTS / "families.jsonl")}
 KINDS = {
     "llama": "full attention",
