@@ -31,6 +31,7 @@ def exact(network, store="growing") -> CompressedCache:
     return CompressedCache(network.config, format="identity", **ZONE | STORES[store])
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(("name", "mode", "store", "rows"), covering(["llama", "gemma3"], MODES, STORES, [1, 3]))
 def test_the_exact_cache_gives_the_tokens_of_dynamic_cache(name, mode, store, rows):
     if (name, mode, store) == ("gemma3", "prompt_lookup", "preallocated"):
@@ -54,6 +55,7 @@ def test_every_cache_gives_the_tokens_of_its_codes_decoded(cache, mode, store, r
     assert torch.equal(run(network, ours, inputs, **MODES[mode]), expected)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(("name", "store"), [("llama", "growing"), ("gemma3", "growing"), ("llama", "preallocated")])
 def test_assisted_decoding_rolls_back(name, store):
     network, draft = model(name), model("llama" if name == "gemma3" else "qwen3")
