@@ -90,7 +90,7 @@ def run(args: Namespace) -> None:
     device = torch.cuda.get_device_name()
     for name, shared, branches in itertools.product(args.formats, SHARED[-1:] if args.quick else SHARED, BRANCHES):
         query, sets = bf16(branches, QUERY_HEADS, 1, DIM), branched(name, branches, shared)
-        us, once = attend_us(query, sets), plan.cascades(query, sets[0].paged, None, {})
+        us, once = attend_us(query, sets), plan.cascades(query, sets[0].paged, None)
         for one in sets:  # whose rows read all their tokens now
             one.paged = one.paged.anew(work=Work())
         pages_us = attend_us(query, sets)
