@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from bench_batching import EXACT, FOUR, STOCK, Bench, Cell, answer, quantile
 from gpu import let_go
-from harness import Table, at_least, device_name, in_time, note, outcome, parser_of, run_or_show
+from harness import Table, at_least, device_name, grouped, in_time, note, outcome, parser_of, run_or_show, with_presets
 
 TURNS, FIRST, ADDED, ANSWER, BRANCHED = 43, 22_000, 5_200, 444, 0.44
 
@@ -151,8 +151,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def tables(rows: list[dict]) -> Iterator[Table]:
-    for device, layers, users, scale in dict.fromkeys((row["device"], row["layers"], row["users"], row["scale"]) for row in rows):
-        group = [row for row in rows if (row["device"], row["layers"], row["users"], row["scale"]) == (device, layers, users, scale)]
+    for (device, layers, users, scale), group in grouped(rows, "device", "layers", "users", "scale"):
         exact = next((row["sessions_s"] for row in group if row["cache"] == EXACT and "failed" not in row), None)
         lines = []
         for row in group:
@@ -180,11 +179,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="that a cell is measured")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short sessions, to try the script")
-    args = parser.parse_args(arguments)
-    if args.tiny:
-        tiny = {"users": 3, "layers": 2, "turns": 5, "scale": 100.0, "pool_gib": 0.004, "fill": 5.0}
-        vars(args).update(tiny | {"seconds": min(args.seconds, 3.0)})
-    run_or_show(parser, args, measure, "agents: sessions", tables)
+    tiny = {"users": 3, "layers": 2, "turns": 5, "scale": 100.0, "pool_gib": 0.004, "fill": 5.0, "seconds": 3.0}
+    run_or_show(parser, with_presets(parser, arguments, tiny=tiny), measure, "agents: sessions", tables)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from bench_kernels import KNOWN, bf16, code_bytes, payloads, sdpa_us
 from gpu import device, graph_us, let_go
-from harness import Table, device_name, in_time, note, parser_of, run_or_show
+from harness import Table, device_name, grouped, in_time, note, parser_of, run_or_show
 
 from qkvcache.kernels import PagedInputs, Work, attend_pages, split_rows
 from qkvcache.kernels import paged_inputs as columns_of
@@ -58,36 +58,31 @@ def requests(name: str, rows: int, shortest: int, longest: int) -> list[PagedInp
     return [PagedInputs(own, *zones, columns, longest, Work(splits=split_rows(own.lengths, longest, KV_HEADS)))] * 2
 
 
-def turn(name: str, rows: int, tokens: int, budget: int, queries: int) -> dict[str, float]:
-    """Microseconds of the attention of many new tokens, over all tokens and with a budget."""
-    query = bf16(rows, HEADS, queries, DIM)
-    sets = [one.paged for one in payloads(name, rows, KV_HEADS, tokens, DIM, (SINKS, RING - 1 + queries))]
-    found = {"all_us": graph_us([functools.partial(attend_pages, query, one, causal=True) for one in sets])}
-    few = [one.twin(select=AttentionBudget(budget).select) for one in sets]
-    return found | {"whole_us": graph_us([functools.partial(attend_pages, query, one, causal=True) for one in few])}
-
-
-def chain(name: str, rows: int, tokens: int, budget: int, shortest: int | None = None) -> dict[str, float]:
-    """Microseconds of attention over all tokens, and of the parts of attention with a budget."""
+def chain(name: str, rows: int, tokens: int, budget: int, shortest: int | None, queries: int) -> dict[str, float]:
+    """Microseconds of attention over all tokens and with a budget; of one query, of the parts of attention with a budget, too."""
     from qkvcache.select import triton_select_blocks
 
-    query = bf16(rows, HEADS, 1, DIM)
+    query, zones = bf16(rows, HEADS, queries, DIM), (4, 96) if queries == 1 else (SINKS, RING - 1 + queries)
     if shortest is None:
-        sets = [one.paged for one in payloads(name, rows, KV_HEADS, tokens, DIM)]
+        sets = [one.paged for one in payloads(name, rows, KV_HEADS, tokens, DIM, zones)]
     else:
         sets = requests(name, rows, shortest, tokens)
     few = [one.twin(select=AttentionBudget(budget).select) for one in sets]
+
+    def attention_us(sets: list[PagedInputs]) -> float:
+        return graph_us([functools.partial(attend_pages, query, one, causal=queries > 1) for one in sets])
+
+    found = {"all_us": attention_us(sets)}
+    if queries > 1:
+        return found | {"whole_us": attention_us(few)}
     choose, limit = triton_select_blocks.select_blocks, Budget(budget)
-    chosen = [over_blocks(one, choose(query, one, limit)) for one in sets]
-    found = {"all_us": graph_us([functools.partial(attend_pages, query, one) for one in sets])}
-    found["read_us"] = graph_us([functools.partial(attend_pages, query, one) for one in chosen])
+    found["read_us"] = attention_us([over_blocks(one, choose(query, one, limit)) for one in sets])
     found["choice_us"] = graph_us([functools.partial(choose, query, one, limit) for one in few])
     with mock.patch.object(triton_select_blocks, "_choosing", mock.MagicMock()):
         found["scores_us"] = graph_us([functools.partial(choose, query, one, limit) for one in few])
     found["choice_us"] -= found["scores_us"]
     with mock.patch.object(budgets, "LEAST_SKIPPED", 0):
-        found["whole_us"] = graph_us([functools.partial(attend_pages, query, one) for one in few])
-    return found
+        return found | {"whole_us": attention_us(few)}
 
 
 def run(args: Namespace) -> None:
@@ -102,7 +97,7 @@ def run(args: Namespace) -> None:
         let_go()
         row = {"rows": rows, "tokens": tokens, "format": name, "budget": budget} | ({"shortest": shortest} if shortest else {})
         row |= {"queries": queries} if queries > 1 else {}
-        row |= chain(name, rows, tokens, budget, shortest) if queries == 1 else turn(name, rows, tokens, budget, queries)
+        row |= chain(name, rows, tokens, budget, shortest, queries)
         let_go()
         if shortest is None:
             row["sdpa_us"], row["sdpa"] = sdpa_us(rows, HEADS, KV_HEADS, tokens, DIM, queries)
@@ -111,21 +106,20 @@ def run(args: Namespace) -> None:
 
 
 def tables(rows: list[dict]) -> Iterator[Table]:
-    for name in dict.fromkeys(row["device"] for row in rows):
+    for (name,), found in grouped(rows, "device"):
         heads = ["tokens", "format", "read", "bf16, us", "all tokens", "scores", "choice", "whole", "times as fast as all", "as bf16"]
         lines = []
-        for row in rows:
-            if row["device"] == name:
-                us = [f"{row[key]:.0f}" if key in row else "" for key in ("sdpa_us", "all_us", "scores_us", "choice_us", "whole_us")]
-                gains = [f"{row[key] / row['whole_us']:.2f}" if key in row else "" for key in ("all_us", "sdpa_us")]
-                each = f"{row['shortest']:,} to {row['tokens']:,}" if row.get("shortest") else f"{row['tokens']:,}"
-                new = f", {row['queries']} new" if row.get("queries", 1) > 1 else ""
-                lines.append([f"{row['rows']} x {each}{new}", f"`{row['format']}`", f"{row['budget']:,}", *us, *gains])
+        for row in found:
+            us = [f"{row[key]:.0f}" if key in row else "" for key in ("sdpa_us", "all_us", "scores_us", "choice_us", "whole_us")]
+            gains = [f"{row[key] / row['whole_us']:.2f}" if key in row else "" for key in ("all_us", "sdpa_us")]
+            each = f"{row['shortest']:,} to {row['tokens']:,}" if row.get("shortest") else f"{row['tokens']:,}"
+            new = f", {row['queries']} new" if row.get("queries", 1) > 1 else ""
+            lines.append([f"{row['rows']} x {each}{new}", f"`{row['format']}`", f"{row['budget']:,}", *us, *gains])
         yield Table(heads, lines, f"{name}:")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = parser_of(__doc__, "attention_budget")
+    parser = parser_of(__doc__, "attention_budget", float("inf"))
     parser.add_argument("--sections", nargs="+", default=SECTIONS, choices=SECTIONS, help="what is measured")
     run_or_show(parser, parser.parse_args(arguments), run, "attention budget", tables)
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from math import isnan
 from pathlib import Path
@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 from gpu import gpu, let_go, random_llama
-from harness import Table, at_least, device_name, in_time, note, outcome, parser_of, picture, run_or_show
+from harness import Table, at_least, device_name, grouped, in_time, note, outcome, parser_of, picture, run_or_show, with_presets
 from palette import format_color
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
@@ -75,9 +75,6 @@ class Load:
         self.generator = torch.Generator().manual_seed(cell.users)
         self.cell, self.vocabulary = cell, vocabulary
 
-    def length(self, limits: tuple[int, int]) -> int:
-        return round(self.lengths(limits, 1).item())
-
     def lengths(self, limits: tuple[int, int], count: int) -> torch.Tensor:
         """Lognormal around the geometric mean of the limits, which are two deviations away."""
         low, high = (torch.tensor(float(limit)).log() for limit in limits)
@@ -89,7 +86,7 @@ class Load:
 
     def request(self, begun: bool = False) -> tuple[list[int], int]:
         """A prompt and the length of its answer; of an answer that has `begun`, what is written is in the prompt."""
-        prompt, answer = self.length(self.cell.prompts), self.length(self.cell.outputs)
+        prompt, answer = (round(self.lengths(limits, 1).item()) for limits in (self.cell.prompts, self.cell.outputs))
         written = int(torch.rand((), generator=self.generator).item() * answer) if begun else 0
         return self.prompt(prompt + written), answer - written
 
@@ -121,11 +118,6 @@ class Bench:
         self.config = self.model.config
         self.weights = gpu("memory_allocated")
 
-    def pages(self, cache: str) -> AbstractContextManager:
-        if cache == STOCK:
-            return nullcontext()
-        return continuous_batching(self.model, format=cache)
-
     def batching_config(self, cell: Cell) -> ContinuousBatchingConfig:
         requests, blocks = max(cell.users, WARM), None
         if cell.pool_gib is not None:
@@ -146,7 +138,8 @@ class Bench:
     def manager(self, cell: Cell) -> Iterator[Any]:
         """A running manager, whose kernels are compiled."""
         greedy = GenerationConfig(do_sample=False, max_new_tokens=cell.outputs[1], eos_token_id=-1)
-        with self.pages(cell.cache), running(self.model, greedy, self.batching_config(cell)) as manager:
+        pages = nullcontext() if cell.cache == STOCK else continuous_batching(self.model, format=cell.cache)
+        with pages, running(self.model, greedy, self.batching_config(cell)) as manager:
             self.warm(manager, cell)
             yield manager
 
@@ -289,17 +282,11 @@ def measure(args: argparse.Namespace) -> None:
 
 def settings(rows: list[dict]) -> Iterator[tuple[str, list[dict]]]:
     """Rows that may be compared, under a title."""
-    same = ("device", "layers", "prompts", "outputs", "pool_gib")
-    groups: dict[str, list[dict]] = {}
-    for row in rows:
-        groups.setdefault(str([*(row[name] for name in same), row.get("compiled", False)]), []).append(row)
-    for group in groups.values():
-        first = group[0]
-        pool = ("" if first["pool_gib"] is None else f", a pool of {first['pool_gib']:g} GiB") + ", compiled layers" * first.get(
-            "compiled", False
-        )
-        prompts, outputs = (" to ".join(f"{limit:,}" for limit in first[name]) for name in ("prompts", "outputs"))
-        yield f"{first['device']}, {first['layers']} layers, prompts of {prompts} tokens, answers of {outputs}{pool}", group
+    keys = ("device", "layers", "prompts", "outputs", "pool_gib", "compiled")
+    for (device, layers, *lengths, gib, compiled), group in grouped([{"compiled": False} | row for row in rows], *keys):
+        pool = ("" if gib is None else f", a pool of {gib:g} GiB") + ", compiled layers" * compiled
+        prompts, outputs = (" to ".join(f"{limit:,}" for limit in limits) for limits in lengths)
+        yield f"{device}, {layers} layers, prompts of {prompts} tokens, answers of {outputs}{pool}", group
 
 
 def tables(rows: list[dict]) -> Iterator[Table]:
@@ -341,42 +328,32 @@ def plot(rows: list[dict], path: Path) -> None:
             axis.legend()
 
 
+TINY = {
+    "caches": [STOCK, EXACT, FOUR], "users": [3], "layers": 2, "prompts": [8, 400], "outputs": [2, 8], "fill": 10.0, "seconds": 2.0,
+    "minutes": 2.0, "pool_gib": 0.002,
+}  # fmt: skip
+QUICK = {
+    "caches": [EXACT, FOUR, STOCK], "users": [128, 8], "layers": 8, "prompts": [256, 16384], "outputs": [32, 256], "fill": 6.0,
+    "seconds": 8.0, "minutes": 2.5, "pool_gib": 12.0,
+}  # fmt: skip
+
+
 def main(arguments: list[str] | None = None) -> None:
-    parser = parser_of(__doc__, "batching", minutes=None)
+    parser = parser_of(__doc__, "batching", minutes=15.0)
     parser.add_argument("--quick", action="store_true", help="a few cells on 8 layers with short answers; options given beside it count")
-    parser.add_argument("--caches", nargs="+", metavar="NAME", help=f"stock, or formats; by default {' '.join(CACHES)}")
-    parser.add_argument("--users", nargs="+", type=at_least(1), metavar="N", help=f"by default {' '.join(map(str, USERS))}")
-    parser.add_argument("--layers", type=at_least(1), help="of the model; by default 32")
-    parser.add_argument("--prompts", nargs=2, type=at_least(1), metavar="TOKENS", help="shortest and longest; by default 256 32768")
-    parser.add_argument("--outputs", nargs=2, type=at_least(1), metavar="TOKENS", help="shortest and longest; by default 64 1024")
+    parser.add_argument("--caches", nargs="+", metavar="NAME", default=CACHES, help="stock, or formats")
+    parser.add_argument("--users", nargs="+", type=at_least(1), metavar="N", default=USERS)
+    parser.add_argument("--layers", type=at_least(1), default=32, help="of the model")
+    limits = {"nargs": 2, "type": at_least(1), "metavar": "TOKENS", "help": "shortest and longest"}
+    parser.add_argument("--prompts", default=[256, 32768], **limits)
+    parser.add_argument("--outputs", default=[64, 1024], **limits)
     parser.add_argument("--pool-gib", type=float, help="the same pool for every cache")
     parser.add_argument("--compile", action="store_true", help="decoder layers (default_compile_level=1), but of stock")
-    parser.add_argument("--fill", type=float, help="the longest wait for the first tokens, in seconds; by default 20")
-    parser.add_argument("--seconds", type=float, help="that a cell is measured; by default 20")
+    parser.add_argument("--fill", type=float, default=20.0, help="the longest wait for the first tokens, in seconds")
+    parser.add_argument("--seconds", type=float, default=20.0, help="that a cell is measured")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short requests, to try the script")
-    args = parser.parse_args(arguments)
-    for name, value in defaults(args).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    run_or_show(parser, args, measure, "batching", tables, plot)
-
-
-def defaults(args: argparse.Namespace) -> dict[str, Any]:
-    if args.tiny:
-        return {
-            "caches": [STOCK, EXACT, FOUR], "users": [3], "layers": 2, "prompts": [8, 400], "outputs": [2, 8], "fill": 10.0, "seconds": 2.0,
-            "minutes": 2.0, "pool_gib": 0.002,
-        }  # fmt: skip
-    if args.quick:
-        return {
-            "caches": [EXACT, FOUR, STOCK], "users": [128, 8], "layers": 8, "prompts": [256, 16384], "outputs": [32, 256], "fill": 6.0,
-            "seconds": 8.0, "minutes": 2.5, "pool_gib": 12.0,
-        }  # fmt: skip
-    return {
-        "caches": CACHES, "users": USERS, "layers": 32, "prompts": [256, 32768], "outputs": [64, 1024], "fill": 20.0, "seconds": 20.0,
-        "minutes": 15.0,
-    }  # fmt: skip
+    run_or_show(parser, with_presets(parser, arguments, quick=QUICK, tiny=TINY), measure, "batching", tables, plot)
 
 
 if __name__ == "__main__":

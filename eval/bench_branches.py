@@ -4,7 +4,7 @@
     python eval/bench_branches.py --samples        samples of one prompt in continuous batching, in rows of the same file
     python eval/bench_branches.py --markdown       the table of the documentation, from the rows: needs no GPU
 
-A decode step of one layer of the 8B shape (32/8 heads, head_dim 128), GPU time by replays of a CUDA graph over two payloads in turn.
+A decode step of one layer of the 8B shape (32/8 heads, head_dim 128), GPU time by replays of a CUDA graph over payloads in turn.
 Each row has 512 quantized tokens of its own after the shared ones, and 4 + 96 exact tokens. Ratios: time of rows that have all their tokens
 to themselves / time of rows that share; torch's best bf16 attention over rows of their own / the same. Floor: the bytes of rows of their
 own / the bytes of the shared tokens once and of each row's own.
@@ -24,8 +24,8 @@ from statistics import median
 import torch
 from bench_batching import answer, running
 from bench_kernels import KNOWN, attend_us, bf16, code_bytes, filled, payloads, sdpa_us
-from gpu import random_llama
-from harness import Table, at_least, note, parser_of, run_or_show
+from gpu import random_llama, sets_of
+from harness import Table, at_least, grouped, note, parser_of, run_or_show
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from qkvcache import continuous_batching
@@ -41,30 +41,20 @@ SAMPLES, PROMPT, NEW, PAGE = (8, 16), 32_000, 96, 256
 QUERY_HEADS, HEADS, DIM = 32, 8, 128
 
 
-def branched(name: str, branches: int, shared: int, own: int = OWN, rows: int = 1) -> list:
-    """Two payloads of `rows` groups of rows that share tokens."""
+def branched(name: str, branches: int, shared: int) -> list:
+    """Payloads of rows that share tokens."""
     found = []
-    for _ in range(2):
-        pages = filled(name, rows, HEADS, shared, DIM)
-        pages.select([row for row in range(rows) for _ in range(branches)])
-        pages.append((bf16(rows * branches, HEADS, own, DIM), bf16(rows * branches, HEADS, own, DIM)))
-        first, recent = ((bf16(rows * branches, HEADS, n, DIM), bf16(rows * branches, HEADS, n, DIM)) for n in ZONES)
+    for _ in range(sets_of(code_bytes(name, 1, HEADS, shared, DIM))):
+        pages = filled(name, 1, HEADS, shared, DIM)
+        pages.select([0] * branches)
+        pages.append((bf16(branches, HEADS, OWN, DIM), bf16(branches, HEADS, OWN, DIM)))
+        first, recent = ((bf16(branches, HEADS, n, DIM), bf16(branches, HEADS, n, DIM)) for n in ZONES)
         inputs = attention_inputs_of(first, pages, recent)
         count, tokens = pages.branches()
         assert (count, tokens) == (branches, shared)
         inputs.paged = inputs.paged.anew(work=Work(None, None, count, tokens))
         found.append(inputs)
     return found
-
-
-def alone(sets: list) -> list:
-    """The same payloads, each row of which reads all its tokens."""
-    twins = []
-    for inputs in sets:
-        twin = object.__new__(type(inputs))
-        twin.__dict__ |= inputs.__dict__ | {"paged": inputs.paged.anew(work=Work())}
-        twins.append(twin)
-    return twins
 
 
 def samples(args: Namespace) -> None:
@@ -100,7 +90,10 @@ def run(args: Namespace) -> None:
     device = torch.cuda.get_device_name()
     for name, shared, branches in itertools.product(args.formats, SHARED[-1:] if args.quick else SHARED, BRANCHES):
         query, sets = bf16(branches, QUERY_HEADS, 1, DIM), branched(name, branches, shared)
-        us, pages_us, once = attend_us(query, sets), attend_us(query, alone(sets)), plan.cascades(query, sets[0].paged, None, {})
+        us, once = attend_us(query, sets), plan.cascades(query, sets[0].paged, None)
+        for one in sets:  # whose rows read all their tokens now
+            one.paged = one.paged.anew(work=Work())
+        pages_us = attend_us(query, sets)
         del sets
         own_us = attend_us(query, payloads(name, branches, HEADS, shared + OWN, DIM, ZONES))
         base, backend = sdpa_us(branches, QUERY_HEADS, HEADS, shared + OWN, DIM)
@@ -117,8 +110,8 @@ def run(args: Namespace) -> None:
 
 def tables(rows: list[dict]) -> Iterator[Table]:
     batches, rows = ([row for row in rows if (row["what"] == "branches") == layer] for layer in (False, True))
-    for device in dict.fromkeys(row["device"] for row in rows):
-        mine = {(row["format"], row["branches"], row["shared"]): row for row in rows if row["device"] == device}
+    for (device,), found in grouped(rows, "device"):
+        mine = {(row["format"], row["branches"], row["shared"]): row for row in found}
         lines = [
             [
                 f"`{name}`", str(branches), f"{shared:,}", f"{row['us']:,.0f}{'' if row['read_once'] else '*'}",
@@ -128,11 +121,10 @@ def tables(rows: list[dict]) -> Iterator[Table]:
         ]  # fmt: skip
         heads = ["us", "than rows of their own", "than SDPA in bf16", "what the bytes allow"]
         yield Table(["format", "rows", "shared tokens", *heads], lines, f"{device}, one layer; times as fast")
-    for device, layers in dict.fromkeys((row["device"], row["layers"]) for row in batches):
+    for (device, layers), found in grouped(batches, "device", "layers"):
         lines = [
             [f"`{row['format']}`", str(row["samples"]), *(f"{row[name]:.2f}" for name in ("apart_ms", "together_ms", "ratio"))]
-            for row in batches
-            if (row["device"], row["layers"]) == (device, layers)
+            for row in found
         ]
         title = f"{device}, {layers} layers: milliseconds a token of samples of one prompt of {PROMPT:,} tokens in continuous batching"
         yield Table(["format", "samples", "each reads the prompt", "once for several", "times as fast"], lines, title)

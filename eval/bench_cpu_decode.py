@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import platform
 import statistics
 import sys
@@ -39,9 +40,8 @@ def caches(config) -> dict[str, Callable[[], Cache]]:
 
 
 def measure(args: argparse.Namespace) -> None:
-    for dtype in args.dtypes:
-        for threads in args.threads:
-            measure_one(args, dtype, threads)
+    for dtype, threads in itertools.product(args.dtypes, args.threads):
+        measure_one(args, dtype, threads)
 
 
 @torch.no_grad()

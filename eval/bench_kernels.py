@@ -3,8 +3,7 @@
     python eval/bench_kernels.py [--quick]               measure, print a table, write eval/results/kernels.jsonl
     python eval/bench_kernels.py --markdown | --plot     the table of the documentation | kernels.png, from the rows: needs no GPU
 
-GPU time, by replays of a CUDA graph over two payloads in turn, together larger than the L2 cache (one, where one exceeds 2 GB; two of
-2 bits at 1 x 32,768 have 36 MB, and fit); medians.
+GPU time, by replays of a CUDA graph over payloads in turn (`sets_of` in `gpu.py`); medians.
 Ratio: time of the better of flash and cuDNN attention on as many bf16 tokens / time of `attend_pages`, whole: its reduction, and 4 + 96
 exact tokens on top. Floor ratio: bytes of those bf16 tokens / bytes of the codes. Codes are random
 bytes; `tests/kernels` compare kernels with their references on a GPU, too.
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from gpu import bf16, device, graph_us
+from gpu import bf16, device, graph_us, sets_of
 from harness import Table, note, parser_of, picture, run_or_show
 from palette import UNCENTERED, format_color
 from torch import Tensor
@@ -46,8 +45,6 @@ FORMATS = ("identity", "int8", "fp8", TURBO[0], "nvfp4", "int4", "int4_vllm", *T
 FEW = ("int8", "nvfp4", "turboquant_4bit_nc", "turboquant_3bit_nc")
 CASES = ((8, 32768), (8, 131072), (1, 32768), (32, 4096))
 SHAPES = ((32, 8, 64), (32, 32, 128), (64, 8, 128))  # query heads, KV heads, head_dim
-TWO_GB = 2**31
-"""Ends the names of rows measured without a mean of keys; not each of these formats is registered."""
 
 
 def filled(name: str, batch: int, heads: int, tokens: int, dim: int) -> RowPages:
@@ -87,9 +84,9 @@ def code_bytes(name: str, batch: int, heads: int, tokens: int, dim: int) -> int:
 
 
 def payloads(name: str, batch: int, heads: int, tokens: int, dim: int, zones: tuple[int, int] = (4, 96)) -> list[AttentionInputs]:
-    """Two of them, or one if it is large; `tokens` are packed, and those of the zones come on top."""
+    """`sets_of` its bytes; `tokens` are packed, and those of the zones come on top."""
     found = []
-    for _ in range(1 if code_bytes(name, batch, heads, tokens, dim) > TWO_GB else 2):
+    for _ in range(sets_of(code_bytes(name, batch, heads, tokens, dim))):
         first, recent = ((bf16(batch, heads, n, dim), bf16(batch, heads, n, dim)) for n in zones)
         found.append(attention_inputs_of(first, filled(name, batch, heads, tokens, dim), recent))
     return found
@@ -104,7 +101,7 @@ def attend_us(query: Tensor, sets: list[AttentionInputs], mask: Tensor | None = 
 def sdpa_us(batch: int, query_heads: int, heads: int, tokens: int, dim: int, queries: int = 1) -> tuple[float, str]:
     """The faster backend, without a mask, which for the last `queries` of many tokens spares nearly nothing."""
     query = bf16(batch, query_heads, queries, dim)
-    count = 1 if batch * heads * tokens * dim * 4 > TWO_GB else 2
+    count = sets_of(batch * heads * tokens * dim * 4)
     sets = [(bf16(batch, heads, tokens, dim), bf16(batch, heads, tokens, dim)) for _ in range(count)]
     times = []
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):

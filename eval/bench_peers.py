@@ -10,8 +10,8 @@ latents  one query of each row over latents of 512 + 64 channels (DeepSeek-V3), 
 new      causal attention of new tokens over a past and themselves, heads as above. Ours takes the path that a cache takes; SDPA has no
          mask, which for the last of many tokens spares it nearly nothing.
 
-GPU time, by replays of a CUDA graph over sets of random data in turn, together larger than the L2 cache; medians. Pages of FlashInfer have
-64 tokens and lie in their order. What it compiles, and plans on the host, is not timed. Before a peer is timed, its output is compared with
+GPU time, by replays of a CUDA graph over sets of random data in turn (`sets_of` in `gpu.py`); medians. Pages of FlashInfer have 64 tokens
+and lie in their order. What it compiles, and plans on the host, is not timed. Before a peer is timed, its output is compared with
 SDPA in fp32 on the same numbers. Floor: the bytes of the codes, or of the keys and values, over the bandwidth of a copy.
 """
 
@@ -29,8 +29,8 @@ from bench_kernels import bandwidth, code_bytes, payloads, sdpa_us
 from bench_latents import Bench
 from bench_turns import causal_step
 from flashinfer_kernels import DIM, KV_HEADS, PEERS, Case, check
-from gpu import LLAMA, bf16, device, graph_us, let_go
-from harness import Table, device_name, in_time, note, outcome, parser_of, pivot, run_or_show
+from gpu import LLAMA, bf16, device, graph_us, let_go, sets_of
+from harness import Table, device_name, grouped, in_time, note, outcome, parser_of, pivot, run_or_show
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -73,9 +73,9 @@ def timed(case: Case, name: str, tiny: bool) -> dict:
         return {"us": us, "bytes": code_bytes("identity", case.rows, KV_HEADS, case.tokens, DIM), "backend": backend}
     if name in PEERS[case.section]:
         check(name, case._replace(rows=2, tokens=min(case.tokens, 1000), queries=min(case.queries, 128)))
-    tokens = case.rows * case.tokens  # 32,768 in two bits have a third of the bytes of the L2 cache of an H200
-    calls = [attention(case, name, tiny) for _ in range(1 if tiny or tokens >= 2**20 else 8 if tokens < 2**17 else 2)]
-    return {"us": graph_us([call for call, _ in calls]), "bytes": calls[0][1]}
+    call, nbytes = attention(case, name, tiny)
+    calls = [call, *(attention(case, name, tiny)[0] for _ in range(1, 1 if tiny else sets_of(nbytes)))]
+    return {"us": graph_us(calls), "bytes": nbytes}
 
 
 def tasks(args: Namespace) -> Iterator[tuple[Case, str]]:
@@ -104,13 +104,12 @@ def cell(row: dict) -> str:
 
 def tables(rows: list[dict]) -> Iterator[Table]:
     """A table for each section that has rows, of each device."""
-    for place in dict.fromkeys((row["device"], row["what"], row["tiny"]) for row in rows):
-        found = [row for row in rows if (row["device"], row["what"], row["tiny"]) == place]
-        yield replace(pivot(found, itemgetter("name"), itemgetter("case"), cell), title=f"{place[0]}, {place[1]}: us / floor")
+    for (place, what, _), found in grouped(rows, "device", "what", "tiny"):
+        yield replace(pivot(found, itemgetter("name"), itemgetter("case"), cell), title=f"{place}, {what}: us / floor")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = parser_of(__doc__, "peers_speed")
+    parser = parser_of(__doc__, "peers_speed", float("inf"))
     parser.add_argument("--sections", nargs="+", choices=CASES, default=[*CASES])
     parser.add_argument("--tiny", action="store_true")
     run_or_show(parser, parser.parse_args(arguments), measure, "", tables)

@@ -155,16 +155,14 @@ def measure_hybrids(args: argparse.Namespace) -> None:
 
 def hybrid_tables(rows: list[dict]) -> Iterator[Table]:
     found = {(row["scenario"], row["way"]): row for row in rows}
-    shown = [("chat", i, name) for i, name in enumerate(CHAT, 1)] + [("agent", slice(6), AGENT[0]), ("agent", 5, AGENT[1])]
+    shown = [("chat", slice(i, i + 1), name) for i, name in enumerate(CHAT, 1)]
+    shown += [("agent", slice(6), AGENT[0]), ("agent", slice(5, 6), AGENT[1])]
     lines = []
     for scenario, at, name in shown:
-        dense, ends, stored = (found[scenario, way] for way in (DENSE, ENDS, STORE))
-        total = lambda row, what, at=at: sum(row[what][at]) if isinstance(at, slice) else row[what][at]  # noqa: E731
-        seconds = [total(row, "seconds") for row in (dense, ends, stored)]
-        counts = [f"{total(stored, what):,}" for what in ("tokens", "reused")]
+        seconds = [sum(found[scenario, way]["seconds"][at]) for way in (DENSE, ENDS, STORE)]
+        counts = [f"{sum(found[scenario, STORE][what][at]):,}" for what in ("tokens", "reused")]
         lines.append([name, *counts, *(f"{x:.1f}" for x in seconds), f"{seconds[0] / seconds[2]:.1f}x"])
-    headers = ["", "tokens", "reused", "`DynamicCache`, s", "without checkpoints, s", "`PrefixStore`, s", "sooner"]
-    yield Table(headers, lines)
+    yield Table(["", "tokens", "reused", "`DynamicCache`, s", "without checkpoints, s", "`PrefixStore`, s", "sooner"], lines)
 
 
 @torch.no_grad()

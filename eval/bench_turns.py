@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from gpu import bf16, fill, let_go, milliseconds, queued_us, random_llama
-from harness import Table, in_time, note, outcome, parser_of, picture, run_or_show
+from harness import Table, grouped, in_time, note, outcome, parser_of, picture, run_or_show
 from palette import format_color
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -72,8 +73,7 @@ def turn(model: PreTrainedModel, name: str, rows: int, queries: int) -> dict:
         times.append(milliseconds(lambda ids=ids: model(ids, **passing(cache), logits_to_keep=1)))
     peak = torch.cuda.max_memory_allocated() - before
     first, *others = times
-    found = {"ms": min(times), "first_ms": first, "longest_ms": max(others), "peak_bytes": peak}
-    return {"cache": name, "rows": rows, "new": queries} | found
+    return {"ms": min(times), "first_ms": first, "longest_ms": max(others), "peak_bytes": peak}
 
 
 def dense_attention(rows: int, queries: int, config: LlamaConfig) -> dict:
@@ -94,7 +94,7 @@ def dense_attention(rows: int, queries: int, config: LlamaConfig) -> dict:
             except RuntimeError:
                 continue  # this backend does not serve this grouping
     best = min(found, key=found.__getitem__)
-    return {"cache": SDPA, "backend": best, "rows": rows, "new": queries, "us": found[best]}
+    return {"backend": best, "us": found[best]}
 
 
 def causal_step(format: str, rows: int, queries: int, config: LlamaConfig, past: int = PAST) -> Callable[[], Tensor]:
@@ -112,12 +112,14 @@ def causal_step(format: str, rows: int, queries: int, config: LlamaConfig, past:
     return attend
 
 
-def compressed_attention(format: str, rows: int, queries: int, config: LlamaConfig) -> dict:
-    return {"cache": format, "rows": rows, "new": queries, "us": queued_us(causal_step(format, rows, queries, config))}
+def attention(model: PreTrainedModel, name: str, rows: int, queries: int) -> dict:
+    if name == SDPA:
+        return dense_attention(rows, queries, model.config)
+    return {"us": queued_us(causal_step(name, rows, queries, model.config))}
 
 
-def prefix(model: PreTrainedModel, format: str) -> dict:
-    ids = torch.randint(model.config.vocab_size, (1, PAST + AFTER), device="cuda")
+def prefix(model: PreTrainedModel, format: str, rows: int, queries: int) -> dict:
+    ids = torch.randint(model.config.vocab_size, (rows, PAST + queries), device="cuda")
 
     def first_token(cache: Cache, ids: Tensor) -> None:
         model(ids, **passing(cache), logits_to_keep=1).logits.argmax().item()
@@ -135,30 +137,20 @@ def prefix(model: PreTrainedModel, format: str) -> dict:
         found = store.fetch(ids)
         first_token(found.cache, ids[:, found.length :])
 
-    times = {name: min(milliseconds(call) for _ in range(3)) for name, call in (("computed_ms", computed), ("fetched_ms", fetched))}
-    return {"cache": format, "rows": 1, "new": AFTER} | times
+    return {name: min(milliseconds(call) for _ in range(3)) for name, call in (("computed_ms", computed), ("fetched_ms", fetched))}
 
 
 def cases(sections: list[str], model: PreTrainedModel) -> Iterator[tuple[dict, Callable[[], dict]]]:
     """A row's name, and the function that measures it."""
-    config = model.config
-    if "turns" in sections:
-        for rows, sizes in NEW.items():
-            for name in CACHES:
-                for new in sizes:
-                    case = {"what": "turns", "cache": name, "rows": rows, "new": new}
-                    yield case, lambda name=name, rows=rows, new=new: turn(model, name, rows, new)
-    if "attention" in sections:
-        for rows in NEW:
-            for new in QUERIES:
-                yield {"what": "attention", "cache": SDPA, "rows": rows, "new": new}, lambda n=new, r=rows: dense_attention(r, n, config)
-            for name in FORMATS:
-                for new in QUERIES:
-                    case = {"what": "attention", "cache": name, "rows": rows, "new": new}
-                    yield case, lambda name=name, r=rows, n=new: compressed_attention(name, r, n, config)
-    if "prefix" in sections:
-        for format in CACHES[1:3]:
-            yield {"what": "prefix", "cache": format, "rows": 1, "new": AFTER}, lambda format=format: prefix(model, format)
+    ways = {"turns": turn, "attention": attention, "prefix": prefix}
+    of = {
+        "turns": [(name, rows, new) for rows, sizes in NEW.items() for name in CACHES for new in sizes],
+        "attention": [(name, rows, new) for rows in NEW for name in (SDPA, *FORMATS) for new in QUERIES],
+        "prefix": [(name, 1, AFTER) for name in CACHES[1:3]],
+    }
+    for section in sections:
+        for case in of[section]:
+            yield {"what": section} | dict(zip(("cache", "rows", "new"), case, strict=True)), partial(ways[section], model, *case)
 
 
 @torch.no_grad()
@@ -174,12 +166,12 @@ def measure(args: Namespace) -> None:
 def tables(rows: list[dict]) -> Iterator[Table]:
     """A table for each section that has rows, of each device."""
     rows = [row for row in rows if "failed" not in row]
-    for device in dict.fromkeys(row["device"] for row in rows):
+    made = {"turns": turns_table, "attention": attention_table, "prefix": prefix_table}
+    for (device,), of in grouped(rows, "device"):
         title = f"{device}:"
-        for what, made in (("turns", turns_table), ("attention", attention_table), ("prefix", prefix_table)):
-            if found := [row for row in rows if (row["what"], row["device"]) == (what, device)]:
-                yield made(found, title)
-                title = ""
+        for (what,), found in grouped(sorted(of, key=lambda row: SECTIONS.index(row["what"])), "what"):
+            yield made[what](found, title)
+            title = ""
 
 
 def turns_table(rows: list[dict], title: str) -> Table:

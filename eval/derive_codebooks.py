@@ -72,24 +72,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with the shipped constants; exit status 1 if they differ")
     check = parser.parse_args().check
+
+    def compare(same: bool, shipped: str) -> None:
+        if check and not same:
+            raise SystemExit(f"{shipped}: replace it with the line above")
+
     for bits in BITS:
         levels = lloyd_max(bits)
         print(f"    {bits}: _mirrored({', '.join(repr(float(level)) for level in levels)}),  # distortion {distortion(levels):.6f}")
-        if check:
-            shipped = np.array(LLOYD_MAX[bits])
-            off = np.abs(np.concatenate([-levels[::-1], levels]) - shipped).max()
-            if off > 1e-12:
-                raise SystemExit(f"the shipped {bits}-bit codebook is off by {off:.3g}: replace it with the line above")
+        off = np.abs(np.concatenate([-levels[::-1], levels]) - LLOYD_MAX[bits]).max()
+        compare(off <= 1e-12, f"the shipped {bits}-bit codebook is off by {off:.3g}")
         if bits not in MOST:
             continue
         step, counts = grid(levels, MOST[bits])
         print(f"    {bits}: ({step:.7f}, {counts}),  # grid")
-        if check and (counts != GRID[bits][1] or abs(step / GRID[bits][0] - 1) > 5e-3):
-            raise SystemExit(f"the shipped {bits}-bit grid is {GRID[bits]}: replace it with the line above")
+        compare(counts == GRID[bits][1] and abs(step / GRID[bits][0] - 1) <= 5e-3, f"the shipped {bits}-bit grid is {GRID[bits]}")
     apart = upper(lloyd_max(4), GRID[4][0])
     print(f"    {apart}  # upper two of 4 bits")
-    if check and apart != UPPER:
-        raise SystemExit(f"the shipped levels of upper halves are {UPPER} steps apart: replace it with the line above")
+    compare(apart == UPPER, f"the shipped levels of upper halves are {UPPER} steps apart")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ DynamicCache without the feature, else it says why not.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
 import logging
@@ -34,8 +33,7 @@ from unittest import mock
 
 import torch
 from families_models import CAUSAL, EXACT, OTHERS, PROMPT, STEPS, Family, by_hand
-from families_tables import ABSENT, ERROR, FORMATS, NOTHING, REFUSED, THEIRS, WORKS, table, worse
-from harness import RESULTS, read_rows, replace_rows
+from harness import Table, parser_of, present, read_rows, replace_rows, shows
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.cache_utils import Cache
@@ -53,6 +51,37 @@ from qkvcache.releases import passing
 PACKAGE = str(Path(qkvcache.__file__).parent)
 ROOM, BUDGET = 64, 16
 DIFFER = "other tokens"
+FORMATS = {"int8": "int8", "4 bits": "turboquant_4bit_nc"}
+WORKS, REFUSED, THEIRS, NOTHING, ABSENT, ERROR = "=", "refused", "transformers", "nothing", "-", "ERROR"
+COMPRESSED = ("codes", "dequantized")
+SYMBOLS = {REFUSED: "r", THEIRS: "t", NOTHING: "0", ABSENT: "", ERROR: "**!**", "codes": "c", "dequantized": "d"}
+SHOWN = {
+    "identity": "same tokens",
+    "int8": "int8",
+    "4 bits": "4 bits",
+    "padded": "padding",
+    "max_length": "`max_length`",
+    "turns": "turns",
+    "crop": "crop",
+    "lookup": "prompt lookup",
+    "beams": "beams",
+    "prefix": "stored prefix",
+    "common prefix": "part of one",
+    "route": "`qkvcache` attention",
+    "eviction": "eviction",
+    "batching": "batching",
+    "their batching": "transformers' batching",
+}
+HEADERS = ["families", "layers", *SHOWN.values(), *(f"bytes, {name}" for name in FORMATS), "set by hand"]
+LAYERS = {
+    "DynamicLayer": "full",
+    "DynamicSlidingWindowLayer": "sliding",
+    "LinearAttentionLayer": "linear",
+    "DynamicIndexedLayer": "indexed",
+    "LinearAttentionAndFullAttentionLayer": "full with a state",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "sliding with a state",
+}
+"""Kinds of transformers' layers; all others are a family's own. A layer without a cache is not named."""
 Check = Callable[["Family", Callable[..., Cache]], tuple[Tensor, Tensor]]
 
 
@@ -302,22 +331,61 @@ def measure(name: str, seconds: int = 600) -> dict[str, Any]:
         signal.alarm(0)
 
 
+def worse(row: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """The cells that worked before, and do not now."""
+    worked = [name for name in SHOWN if before.get(name) in (WORKS, *COMPRESSED)]
+    return [f"{row['family']}, {name}: {row.get(name)}" for name in worked if row.get(name) != before[name]]
+
+
+def claim(rows: list[dict[str, Any]]) -> str:
+    """The claim about the families that transformers runs with a DynamicCache."""
+    runs = [row for row in rows if "absent" not in row]
+    same = [row for row in runs if row["identity"] == WORKS]
+    (causal, works), (others, others_work) = (
+        [sum((row["family"] in CAUSAL) == of for row in some) for some in (runs, same)] for of in (True, False)
+    )
+    compressed = sum(row["family"] in CAUSAL and row["int8"] in COMPRESSED for row in same)
+    return (
+        f"{works} of the {causal} families of causal language models run, {compressed} compressed; "
+        f"so do {others_work} of {others} vision, speech and encoder-decoder models"
+    )
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """Families whose cells are alike share a line."""
+    lines: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    rows = sorted(rows, key=lambda row: row["family"].lower())
+    for row in rows:
+        if "absent" not in row:
+            kinds = sorted({LAYERS.get(kind, "own") for kind in row["layers"] if kind != "DummyLayer"})
+            cells = (SYMBOLS.get(row[name], row[name]) for name in SHOWN)
+            lines.setdefault((" + ".join(kinds), *cells), []).append(row)
+    found = []
+    for cells, alike in sorted(lines.items(), key=lambda line: -len(line[1])):
+        sizes = (between([row[f"bytes, {name}"] for row in alike]) for name in FORMATS)
+        changed = "; ".join(f"{row['family']}: {', '.join(row['by hand'])}" for row in alike if row["by hand"])
+        found.append([", ".join(row["family"] for row in alike), *cells, *sizes, changed])
+    missing = ", ".join(row["family"] for row in rows if "absent" in row)
+    end = f"Not built or not run with a DynamicCache by transformers itself: {missing}." if missing else ""
+    return Table(HEADERS, found, caption=end, rule=("---", "---", ":-:"))
+
+
+def between(sizes: list[float]) -> str:
+    """Empty for what is refused."""
+    low, high = (f"{size:.2f}".lstrip("0") for size in (min(sizes), max(sizes)))
+    return "" if not max(sizes) else low if low == high else f"{low} to {high}"
+
+
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=lambda text: text.split(","), default=[*CAUSAL, *OTHERS], help="families, by commas")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    parser = parser_of(__doc__, "families")
+    parser.add_argument("--only", nargs="+", choices=[*CAUSAL, *OTHERS], default=[*CAUSAL, *OTHERS], metavar="FAMILY")
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a cell became worse")
-    parser.add_argument("--markdown", action="store_true", help="the table of the pages, from the rows")
-    parser.add_argument("--out", type=Path, default=RESULTS / "families.jsonl", help="where the rows go")
     args = parser.parse_args(arguments)
-    if args.markdown:
-        print(table(read_rows(args.out)).markdown())
-        return
-    if unknown := set(args.only) - {*CAUSAL, *OTHERS}:
-        parser.error(f"argument --only: unknown {', '.join(sorted(unknown))}; known: {', '.join([*CAUSAL, *OTHERS])}")
+    if shows(args):
+        return present(args, [table(read_rows(args.out))])
     before, rows, found = {row["family"]: row for row in read_rows(args.out)}, [], []
     os.environ["OMP_NUM_THREADS"] = "1"
-    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         done = as_completed([pool.submit(measure, name) for name in args.only])
         for future in track(done, "families", len(args.only)):
             rows.append(row := future.result())

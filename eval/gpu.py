@@ -76,6 +76,11 @@ def milliseconds(call: Callable[[], object], before: Callable[[], object] = lamb
     return 1e3 * (time.perf_counter() - begin)
 
 
+def sets_of(nbytes: int) -> int:
+    """How many sets of `nbytes` are read in turn, so that none is in the L2 cache when it is read again: two or more, or a large one."""
+    return 1 if nbytes > 2**31 else min(max(-(-(2**27) // nbytes), 2), 8)
+
+
 def graph_us(calls: list[Callable[[], object]], replays: int = 10) -> float:
     """Median microseconds of one call on the GPU, from replays of a CUDA graph of about eight; without a GPU, the least by the clock."""
     if not torch.cuda.is_available():

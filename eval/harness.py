@@ -92,6 +92,15 @@ class Table:
         return found
 
 
+def grouped(rows: Iterable[dict], *keys: str) -> Iterator[tuple[tuple, list[dict]]]:
+    """The values of `keys`, and the rows that have them."""
+    groups: dict[str, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(str([row[key] for key in keys]), []).append(row)
+    for of in groups.values():
+        yield tuple(of[0][key] for key in keys), of
+
+
 def pivot(rows: Iterable[dict], line: Callable[[dict], str], column: Callable[[dict], str], cell: Callable[[dict], str]) -> Table:
     """A table with a line and a column for each value of `line` and of `column`, in the order of the rows."""
     cells = {(line(row), column(row)): cell(row) for row in rows}
@@ -142,13 +151,14 @@ class Parser(ArgumentParser):
         return super()._get_values(action, arg_strings)  # type: ignore[misc]
 
 
-def parser_of(doc: str | None, results: str, minutes: float | None = float("inf"), model: str | None = None) -> ArgumentParser:
-    """The options of every script, and with a default `model` those of what is measured on a model; `results` is the name of the rows."""
+def parser_of(doc: str | None, results: str, minutes: float | None = None, model: str | None = None) -> ArgumentParser:
+    """The options of every script; with a default of `minutes` that of `in_time`, and with a default `model` those of what is measured on
+    a model; `results` is the name of the rows."""
     parser = Parser(description=doc, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS / f"{results}.jsonl", help="the rows; those of the same case are replaced")
-    parser.add_argument(
-        "--minutes", type=float, default=minutes, help="nothing is started that, if it took as long as the longest so far, would end later"
-    )
+    if minutes is not None:
+        text = "nothing is started that, if it took as long as the longest so far, would end later"
+        parser.add_argument("--minutes", type=float, default=minutes, help=text)
     parser.add_argument("--show", action="store_true", help="the tables on the terminal, from the rows")
     parser.add_argument("--markdown", action="store_true", help="the tables of the pages, from the rows")
     parser.add_argument("--plot", action="store_true", help="the picture, from the rows")
@@ -158,6 +168,15 @@ def parser_of(doc: str | None, results: str, minutes: float | None = float("inf"
         parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the model: what rounds is then the cache")
         parser.add_argument("--text", type=Path, default="pydoc", help="'pydoc', the language reference of Python; or a file, .xz too")
     return parser
+
+
+def with_presets(parser: ArgumentParser, arguments: list[str] | None, **presets: dict[str, Any]) -> Namespace:
+    """The options. Beside an option that names one of `presets`, its values are the defaults."""
+    args = parser.parse_args(arguments)
+    for name, values in presets.items():
+        if getattr(args, name):
+            parser.set_defaults(**values)
+    return parser.parse_args(arguments)
 
 
 def shows(args: Namespace) -> bool:

@@ -1,11 +1,10 @@
-"""Which suite finds faults that are planted in a copy of the package, one at a time.
+"""Which tests find faults that are planted in a copy of the package, one at a time.
 
     python eval/planted_faults.py                   plants all of them and writes rows; --only NAME for some
     python eval/planted_faults.py --markdown        prints the table of the rows
 
-The faults are in tests/planted_faults.toml. The short suite is what `make test` runs, the long one `make test-all`, which has every case of
-the short one: it runs only for faults that the short one misses. For each fault, the tests that are named with it run until the first
-fails. A fault whose text is no longer in the package, or tests that fail without it, are an error.
+The faults are in tests/planted_faults.toml. For each, the tests that are named with it run until the first fails, of the short suite, which
+`make test` runs. A fault whose text is no longer in the package, or tests that fail without it, are an error.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "eval" / "results" / "planted_faults.jsonl"
 COPIED = ("qkvcache", "tests", "eval", "custom_generate", "pyproject.toml")
-SUITES = {"short": (["-m", "not slow"], {}), "long": ([], {"QKVCACHE_TEST_ALL": "1"})}
 PASSED, FAILED, INTERRUPTED, NOT_OURS = 0, 1, 2, -1
 """Exit statuses of pytest; and of tests of another package."""
 ENDED = "the process ended"
@@ -71,33 +69,29 @@ class First:
     def __init__(self) -> None:
         self.name = ""
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.failed and not self.name:
             self.name = report.nodeid
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed and not self.name:
-            self.name = report.nodeid
+    pytest_collectreport = pytest_runtest_logreport
 
 
-def _run(root: Path, tests: str, suite: str, answer: Connection) -> None:
+def _run(root: Path, tests: str, answer: Connection) -> None:
     """Runs tests of the copy under `root`, in a process of its own, and sends how they ended."""
-    options, environment = SUITES[suite]
     os.chdir(root)
-    os.environ.update(environment)
     sys.path.insert(0, str(root))
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1), os.dup2(nowhere, 2)
     first = First()
-    status = pytest.main(["-x", "-n", "0", "-p", "no:cacheprovider", *options, *shlex.split(tests)], [first])
-    ours = Path(sys.modules["qkvcache"].__file__ or "").is_relative_to(root)
-    answer.send((int(status), first.name) if ours else (NOT_OURS, "another qkvcache was imported"))
+    status = pytest.main(["-x", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow", *shlex.split(tests)], [first])
+    found = getattr(sys.modules.get("qkvcache"), "__file__", None) or root  # none, where pytest has found no test
+    answer.send((int(status), first.name) if Path(found).is_relative_to(root) else (NOT_OURS, "another qkvcache was imported"))
 
 
-def run(root: Path, tests: str, suite: str) -> tuple[int, str]:
+def run(root: Path, tests: str) -> tuple[int, str]:
     """The exit status of pytest for tests of the copy under `root`, and the first test that failed."""
     receive, send = FORK.Pipe(duplex=False)
-    child = FORK.Process(target=_run, args=(root, tests, suite, send))  # which need not import torch and transformers again
+    child = FORK.Process(target=_run, args=(root, tests, send))  # which need not import torch and transformers again
     child.start()
     send.close()
     try:
@@ -119,46 +113,36 @@ def copy_of(process: int) -> Path:
     return root
 
 
-def attempt(fault: Fault) -> list[dict]:
-    """A row for each suite that ran. Raises ValueError for a fault that cannot be planted, or by tests that cannot run."""
+def attempt(fault: Fault) -> dict:
+    """The row of a fault. Raises ValueError for a fault that cannot be planted, or by tests that cannot run."""
     root = copy_of(os.getpid())
     path, text = planted(fault, root)
-    before, rows = path.read_text(), []
-    for suite in SUITES:
-        begin = time.time()
-        path.write_text(text)
-        status, failed = run(root, fault.tests, suite)
-        path.write_text(before)
-        if status not in (PASSED, FAILED, INTERRUPTED):
-            raise ValueError(f"{fault.name!r}: pytest ended with status {status} in {fault.tests}")
-        rows.append({"fault": fault.name, "file": fault.file, "suite": suite, "found": status != PASSED, "by": failed})
-        print(f"{suite:5} {time.time() - begin:5.0f} s  {fault.name}: {failed or 'NOT FOUND'}", flush=True)
-        if status != PASSED:
-            break
-    return rows
+    before, begin = path.read_text(), time.time()
+    path.write_text(text)
+    status, failed = run(root, fault.tests)
+    path.write_text(before)
+    if status not in (PASSED, FAILED, INTERRUPTED):
+        raise ValueError(f"{fault.name!r}: pytest ended with status {status} in {fault.tests}")
+    print(f"{time.time() - begin:5.0f} s  {fault.name}: {failed or 'NOT FOUND'}", flush=True)
+    return {"fault": fault.name, "file": fault.file, "found": status != PASSED, "by": failed}
 
 
 def check(rows: list[dict]) -> None:
     """Raises ValueError if a test that found a fault fails without it."""
-    for suite in SUITES:
-        names = dict.fromkeys(row["by"] for row in rows if row["found"] and row["suite"] == suite and row["by"] != ENDED)
-        status, failed = run(copy_of(os.getpid()), shlex.join(names), suite) if names else (PASSED, "")
-        if status != PASSED:
-            raise ValueError(f"{failed or names} fails without a fault (status {status})")
+    names = dict.fromkeys(row["by"] for row in rows if row["found"] and row["by"] != ENDED)
+    status, failed = run(copy_of(os.getpid()), shlex.join(names)) if names else (PASSED, "")
+    if status != PASSED:
+        raise ValueError(f"{failed or names} fails without a fault (status {status})")
 
 
 def table(rows: list[dict]) -> str:
-    """In markdown: each fault, and the test of the short suite that finds it."""
-    short, long = ({row["fault"]: row for row in rows if row["suite"] == suite} for suite in SUITES)
-    found = sum(row["found"] for row in short.values())
-    only = sum(row["found"] for row in long.values())
-    lines = [f"Of {len(short)} faults the short suite finds {found}; of the others the long one finds {only}.", ""]
+    """In markdown: each fault, and the test that finds it."""
+    lines = [f"Of {len(rows)} faults the short suite finds {sum(row['found'] for row in rows)}.", ""]
     lines += ["| fault | in | found by |", "|---|---|---|"]
     files = {fault.name: fault.file for fault in FAULTS}  # which may have moved since
-    for name, row in short.items():
-        test = re.sub(r".*::|\[.*", "", row["by"])
-        by = f"`{test}`" if row["found"] else "the long suite" if long[name]["found"] else "none"
-        lines.append(f"| {name} | `{files.get(name, row['file'])}` | {by} |")
+    for row in rows:
+        by = "`{}`".format(re.sub(r".*::|\[.*", "", row["by"])) if row["found"] else "none"
+        lines.append(f"| {row['fault']} | `{files.get(row['fault'], row['file'])}` | {by} |")
     return "\n".join(lines)
 
 
@@ -180,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
     with ProcessPoolExecutor(args.processes, FORK) as pool:
-        rows = [row for found in pool.map(attempt, chosen) for row in found]
+        rows = list(pool.map(attempt, chosen))
         pool.submit(check, rows).result()
     from harness import read_rows, replace_rows  # which imports the package, as no process above may
 

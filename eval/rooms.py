@@ -1,7 +1,6 @@
 """The rooms of the package (`CONTRIBUTING.md`): what deleting one takes with it.
 
 python eval/rooms.py                   the table: lines of each room, lines elsewhere that name it, files that join it to another room
-python eval/rooms.py --markdown        the same for a page
 python eval/rooms.py --delete evict    deletes rooms in copies, one at a time, and there runs ruff and pytest's collection
 python eval/rooms.py --tests           deletes two rooms, which the date draws, and runs the short suite of the core in the copies
 """
@@ -234,7 +233,6 @@ def drawn() -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--delete", nargs="*", choices=[*ROOMS], help="these rooms, or without a name all")
     parser.add_argument("--tests", action="store_true")
     options = parser.parse_args(arguments)
@@ -245,10 +243,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.tests:
         suite = [*python, "pytest", "-n", "auto", "--dist", "worksteal", "-m", "not slow", *(f"tests/{part}" for part in CORE[:6])]
         return int(not all([check(room, [*python, "mypy"], suite) for room in drawn()]))
-    head = ("room", "lines", "lines elsewhere that name it", "files", "goes with it")
-    rows = [head, ("---", "--:", "--:", "--:", "---"), *table()] if options.markdown else [head, *table()]
-    for row in rows:
-        print("| " + " | ".join(map(str, row)) + " |" if options.markdown else "  ".join(f"{x!s:<12}" for x in row))
+    for row in (("room", "lines", "lines elsewhere that name it", "files", "goes with it"), *table()):
+        print("  ".join(f"{x!s:<12}" for x in row))
     print(f"\nThe core has {core_lines():,} lines of at most {WIDTH} columns.")
     return 0
 

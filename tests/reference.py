@@ -64,6 +64,12 @@ def steps(model: PreTrainedModel, cache: Cache, mode: Mode) -> Iterator[Tensor]:
         begin += size
 
 
+def assert_steps_alike(model: PreTrainedModel, ours: Cache, theirs: Cache, mode: Mode, tolerance: float) -> None:
+    """The logits of each forward are those of `theirs`."""
+    for got, expected in zip(steps(model, ours, mode), steps(model, theirs, mode), strict=True):
+        assert_close(got, expected, tolerance)
+
+
 def prompt(rows: int = 1, length: int = 40) -> dict[str, Tensor]:
     torch.manual_seed(SEED + 1)
     ids = torch.randint(3, 100, (rows, length))

@@ -6,16 +6,12 @@ import re
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from qkvcache import demo, models
 from qkvcache.cli import app
 from qkvcache.demo import show
 from qkvcache.evaluation.recall import CODE_WORD, NUMBER
-
-
-def run(*arguments: str):
-    return CliRunner(env={"COLUMNS": "160", "NO_COLOR": "1"}).invoke(app, arguments)
+from tests.command import refuses, run
 
 
 def test_formats_lists_bytes_and_refusals():
@@ -76,9 +72,7 @@ def test_help_shows_the_example():
     ],
 )
 def test_wrong_input_is_explained(arguments, says):
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert says in result.output
+    refuses(says, *arguments)
 
 
 @pytest.fixture

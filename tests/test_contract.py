@@ -1,4 +1,5 @@
-"""What transformers promises us, on the oldest and on the newest supported release: signatures, and the main job on two architectures."""
+"""What transformers promises us, on the oldest and on the newest supported release: signatures, and what the main job relies on. The main
+job itself is in `caches/test_matrix.py` and `caches/test_generate.py`, whose cases of two architectures have the mark too."""
 
 import inspect
 import re
@@ -13,13 +14,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from qkvcache import CompressedCache, TurboQuantCache, attach
+from qkvcache import CompressedCache, TurboQuantCache
 from qkvcache.attention.masks import HARMLESS, USED
 from qkvcache.attention.model_code import OWN_ATTENTION
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.releases import passing
-from tests.matrix import FORMATS, MODELS, THREE, model
-from tests.reference import MODES, ZONES, assert_close, count_decoded_layers, decoded, forward, steps
+from tests.matrix import MODELS, model
+from tests.reference import MODES, ZONES, assert_close, assert_steps_alike, steps
 from tests.seeds import SEED
 from tests.tolerance import of_model
 
@@ -130,45 +131,13 @@ def test_crop_counts_from_the_end():
 # The main job.
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "qkvcache"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", NAMES)
-def test_exact_format_equals_dynamic_cache(name, mode, attention):
-    network = model(name, attention)
-    pairs = zip(
-        steps(network, CompressedCache(network.config, format="identity", **ZONE), MODES[mode]),
-        steps(network, DynamicCache(config=network.config), MODES[mode]),
-        strict=True,
-    )
-    for ours, theirs in pairs:
-        assert_close(ours, theirs, of_model(network))
-
-
-@pytest.mark.parametrize("format", THREE)
-@pytest.mark.parametrize("name", NAMES)
-def test_formats_equal_their_codes_decoded(name, format):
-    network = model(name)
-    cache = CompressedCache(network.config, format=FORMATS[format], **ZONE)
-    ids, mask = MODES["padded"].inputs()
-    for begin, end in ((0, 30), (30, 31), (31, 34)):
-        expected = forward(network, decoded(cache), ids, mask, begin, end)
-        with count_decoded_layers() as dense:
-            assert_close(forward(network, cache, ids, mask, begin, end), expected, of_model(network))
-        assert not dense
-
-
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_softcap_and_sinks_with_the_default_implementation(name):
     """Which differs between releases: where a prefill drops softcap, so does a decode."""
     torch.manual_seed(SEED)
     network = transformers.AutoModelForCausalLM.from_config(MODELS[name]()).eval()
-    pairs = zip(
-        steps(network, CompressedCache(network.config, format="identity", **ZONE), MODES["chunked_padded"]),
-        steps(network, DynamicCache(config=network.config), MODES["chunked_padded"]),
-        strict=True,
-    )
-    for ours, theirs in pairs:
-        assert_close(ours, theirs, of_model(network))
+    ours, theirs = CompressedCache(network.config, format="identity", **ZONE), DynamicCache(config=network.config)
+    assert_steps_alike(network, ours, theirs, MODES["chunked_padded"], of_model(network))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -206,35 +175,6 @@ def generate(network, cache, inputs, **options):
     torch.manual_seed(SEED)
     options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None} | options
     return network.generate(**inputs, **passing(cache), **options)
-
-
-MODES_OF_GENERATE = {
-    "greedy": {},
-    "sampling": {"do_sample": True, "num_return_sequences": 3},
-    "beams": {"num_beams": 4},
-    "prompt_lookup": {"prompt_lookup_num_tokens": 5},
-    "chunked_prefill": {"prefill_chunk_size": 9},
-}
-
-
-@pytest.mark.parametrize("mode", MODES_OF_GENERATE)
-@pytest.mark.parametrize("name", NAMES)
-def test_generate(name, mode):
-    network = model(name)
-    inputs = {"input_ids": torch.randint(3, 100, (1, 10)).repeat(1, 3)}
-    expected = generate(network, DynamicCache(config=network.config), inputs, **MODES_OF_GENERATE[mode])
-    cache = CompressedCache(network.config, format="identity", **ZONE)
-    assert torch.equal(generate(network, cache, inputs, **MODES_OF_GENERATE[mode]), expected)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_assisted(name):
-    network, draft = model(name), model("qwen3")
-    inputs = {"input_ids": torch.randint(3, 100, (1, 24))}
-    expected = generate(network, None, inputs)
-    with attach(draft, lambda config: TurboQuantCache(config, **ZONE)):
-        got = generate(network, CompressedCache(network.config, format="identity", **ZONE), inputs, assistant_model=draft)
-    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from qkvcache import demo, models
+from qkvcache import demo
+
+from .clients import CHAT, COMPLETIONS, RESPONSES, key_of, saved
 
 KEYS = "attacker-key", "another-key"
-COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 SAID = [{"role": "user", "content": "A"}]
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x"
 READ_SECONDS, GRACE = 2.0, 2.0
@@ -39,10 +39,7 @@ class Program:
     """`qkvcache serve` in a process."""
 
     def __init__(self, folder: str):
-        model, tokenizer = models.load("demo")
-        tokenizer.chat_template = TEMPLATE
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        saved(folder)
         self.log = Path(folder) / "log"
         environment = os.environ | {"QKVCACHE_API_KEY": " ".join(KEYS), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "qkvcache.cli", "serve", folder, *OPTIONS]
@@ -61,7 +58,7 @@ class Program:
         connection = self.connection()
         try:
             data = json.dumps(body).encode() if isinstance(body, dict) else body
-            headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+            headers = {"content-type": "application/json"} | (key_of(key) if key else {})
             connection.request("GET" if data is None else "POST", path, data, headers)
             answer = connection.getresponse()
             return answer.status, answer.read()

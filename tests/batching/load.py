@@ -21,7 +21,6 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -32,6 +31,8 @@ from qkvcache import CompressedCache, demo, models
 from qkvcache.batching.gate import Limits
 from qkvcache.batching.server import Server
 from qkvcache.releases import passing
+
+from .clients import place, saved, served
 
 CACHE = {"format": "identity", "residual_length": 16}
 """Exact, so that a request which gave way to another, and a prompt that a full step cut in two, have the answers that they have alone."""
@@ -56,31 +57,6 @@ WRONG = (
     {"prompt": 30_000 * "A b "},
 )
 """Bodies that are refused."""
-
-
-def plain_model(path: str) -> None:
-    """The embedded model in `path`, with a tokenizer that adds no token to a text, so that prompts can be empty."""
-    model, tokenizer = models.load("demo")
-    tokenizer.backend_tokenizer.post_processor = None
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-
-
-@contextmanager
-def serving(path: str, blocks: int = 12):
-    """A server on a free port, in a thread."""
-    options = {"host": "127.0.0.1", "port": 0, "device": "cpu", "dtype": "float32", "log_level": "error"}
-    options |= {"cb_num_blocks": blocks, "cb_max_batch_tokens": 512}
-    server = Server(path, CACHE, metrics_interval=0, api_keys=KEYS, limits=LIMITS, **options)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.server.started:
-        time.sleep(0.01)
-    try:
-        yield server
-    finally:
-        server.stop()
-        thread.join(60)
 
 
 def expected(path: str, prompts: list[str]) -> dict[str, list[str]]:
@@ -140,10 +116,10 @@ def run(requests: int, clients: int = 16, seed: int = 0) -> Counter[str]:
     draw, text, counts, before = random.Random(seed), demo.text(), Counter[str](), set(threading.enumerate())
     prompts = [text[at : at + draw.choice((3, 20, 90, 250))] for at in (97 * i for i in range(24))]
     with tempfile.TemporaryDirectory() as path:
-        plain_model(path)
+        saved(path, bare=True)  # so that prompts can be empty
         answers = expected(path, prompts)
-        with serving(path) as server:
-            address = server.server.servers[0].sockets[0].getsockname()
+        with served(path, CACHE, api_keys=KEYS, limits=LIMITS, log_level="error", cb_num_blocks=12) as server:
+            address = place(server)
 
             def one(number: int) -> str:
                 draw = random.Random(seed + number)

@@ -21,6 +21,7 @@ if not BATCHING:
     pytest.skip("continuous batching needs transformers 5.24", allow_module_level=True)
 
 from qkvcache.batching import attention, store  # noqa: E402, F401
+from qkvcache.batching.transformers import manager as batching_manager  # noqa: E402, F401
 
 ZONES = {"num_sink_tokens": 2, "residual_length": 4}
 NEW = 12

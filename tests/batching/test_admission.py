@@ -13,7 +13,6 @@ from qkvcache.formats import Int8
 
 from .requests import answers, collect, pool, prompts, serving, tiniest, waiting
 
-pytestmark = pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")
 ZONES = {"num_sink_tokens": 2, "residual_length": 4}
 
 

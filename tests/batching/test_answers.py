@@ -21,7 +21,6 @@ from .requests import LENGTHS, NEW, ZONES, answers, assert_same, greedy, llama, 
 
 AttentionInterface.register("read_few_of_pages", functools.partial(read_few, paged=True))
 AttentionMaskInterface.register("read_few_of_pages", sdpa_mask)
-pytestmark = pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")
 
 
 @pytest.mark.parametrize("format", slowly(FORMATS, ["int8", "hadaquant_k3v3"]))

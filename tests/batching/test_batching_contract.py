@@ -33,7 +33,7 @@ from qkvcache.batching.transformers import OVERRIDDEN, CompressedManager, Compre
 
 from .requests import ZONES, answers, assert_same, greedy, pool, prompts, serving, single
 
-pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")]
+pytestmark = pytest.mark.contract
 manager, processor = continuous_api.ContinuousBatchingManager, continuous_api.ContinuousBatchProcessor
 CALLED = {
     transformers.GenerationMixin.init_continuous_batching: "generation_config continuous_batching_config workload_hints",

@@ -17,7 +17,6 @@ from tests.seeds import SEED
 
 from .requests import ZONES, answers, assert_same, collect, llama, pool, prompts, serving, single, tiniest, waiting, watch_offloading
 
-pytestmark = pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")
 FORMAT = "turboquant_4bit_nc"
 
 

@@ -5,75 +5,41 @@ from __future__ import annotations
 import json
 import re
 import socket
-import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from qkvcache import demo, models
-from tests.releases import BATCHING
+from qkvcache import demo
+from tests.processes import Program
+
+from .clients import CHAT, COMPLETIONS, RESPONSES, WORDS, place, saved, send, served
+from .requests import PATIENCE, until, waiting
 
 pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
-if not BATCHING:
-    pytest.skip("continuous batching needs transformers 5.24", allow_module_level=True)
-
-from qkvcache.batching import server as serving  # noqa: E402
-from tests.batching.requests import PATIENCE, listening, until, waiting  # noqa: E402
-from tests.processes import Program  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")
 CACHE = {"format": "turboquant_4bit_nc", "residual_length": 16}
-OPTIONS = {"host": "127.0.0.1", "port": 0, "device": "cpu", "dtype": "float32", "cb_num_blocks": 4, "cb_max_batch_tokens": 512}
+FEW = {"cache": CACHE, "cb_num_blocks": 4}
 PROMPT = "The code word of Anna is dilzon. What is the code word of Anna? The code word of Anna is"
 SAID = [{"role": "user", "content": PROMPT}]
-COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The embedded model with a tokenizer that adds no token to a text."""
-    model, tokenizer = models.load("demo")
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
-    tokenizer.backend_tokenizer.post_processor = None
-    path = tmp_path_factory.mktemp("plain")
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+    return saved(tmp_path_factory.mktemp("plain"), bare=True)
 
 
 @pytest.fixture(scope="module")
 def server(folder):
-    started = serving.Server(folder, CACHE, metrics_interval=0, **OPTIONS)
-    with listening(started):
+    with served(folder, **FEW) as started:
         yield started
 
 
-def address(server) -> tuple[str, int]:
-    return server.server.servers[0].sockets[0].getsockname()
-
-
-def send(server, path: str, body=None):
-    """The status of an answer, and its JSON or its events."""
-    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    host, port = address(server)
-    request = urllib.request.Request(f"http://{host}:{port}{path}", data=data, headers={"content-type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
-            status, text = answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        status, text = error.code, error.read().decode()
-    if text.startswith("data: "):
-        events = [event.removeprefix("data: ") for event in text.strip().split("\n\n")]
-        return status, [json.loads(event) for event in events if event != "[DONE]"]
-    return status, json.loads(text)
-
-
-def complete(server, **fields):
+def complete(server, headers=(), **fields):
     counted = {"stream_options": {"include_usage": True}} if fields.get("stream") else {}
-    status, answer = send(server, COMPLETIONS, {"prompt": PROMPT, "max_tokens": 8, "temperature": 0} | counted | fields)
-    assert status == 200, answer
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0} | counted | fields
+    status, answer, found = send(server, COMPLETIONS, body, **dict(headers))
+    assert status == 200 and dict(headers).items() <= dict(found).items(), answer
     return answer
 
 
@@ -97,7 +63,7 @@ def test_an_empty_prompt_is_refused_beside_a_request(server):
         other = threads.submit(complete, server, max_tokens=40)
         assert until(lambda: server.metrics().running == 1)
         for stream in (False, True):
-            status, answer = send(server, COMPLETIONS, {"prompt": "", "max_tokens": 2, "stream": stream})
+            status, answer, _ = send(server, COMPLETIONS, {"prompt": "", "max_tokens": 2, "stream": stream})
             assert (status, "empty" in answer["error"]["message"]) == (400, True)
         assert len(other.result()["choices"][0]["text"]) > 40
     assert send(server, "/health")[0] == 200
@@ -142,7 +108,7 @@ def test_an_empty_prompt_is_refused_beside_a_request(server):
 )
 def test_fields_that_are_wrong_or_not_supported_are_named(server, path, fields, param):
     required = {CHAT: {"messages": SAID}, COMPLETIONS: {"prompt": PROMPT}, RESPONSES: {"input": PROMPT}}[path]
-    status, answer = send(server, path, required | {"stream": True} | fields)
+    status, answer, _ = send(server, path, required | {"stream": True} | fields)
     assert status == 400, answer
     assert answer["error"]["param"] == param and param in answer["error"]["message"]
     assert set(answer["error"]) == {"message", "type", "param", "code"} and answer["error"]["type"] == "invalid_request_error"
@@ -151,14 +117,14 @@ def test_fields_that_are_wrong_or_not_supported_are_named(server, path, fields, 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"", b'"text"'])
 def test_bodies_that_are_no_objects_are_refused(server, body):
     for path in (COMPLETIONS, CHAT, RESPONSES):
-        status, answer = send(server, path, body)
+        status, answer, _ = send(server, path, body)
         assert status == 400 and answer["error"]["message"]
 
 
 def test_values_that_ask_for_nothing_are_accepted(server):
     """As clients send them by default."""
     nothing = {"n": 1, "logprobs": False, "frequency_penalty": 0, "presence_penalty": 0.0, "tool_choice": "auto", "stop": None, "user": "a"}
-    status, answer = send(server, CHAT, nothing | {"messages": SAID, "max_tokens": 2, "response_format": {"type": "text"}})
+    status, answer, _ = send(server, CHAT, nothing | {"messages": SAID, "max_tokens": 2, "response_format": {"type": "text"}})
     assert status == 200 and answer["choices"][0]["message"]["content"]
 
 
@@ -207,9 +173,9 @@ def test_usage_counts_tokens_that_were_cached(server, stream):
         answer = complete(server, prompt=prompt, max_tokens=2, stream=stream)
         usage = (answer[-1] if stream else answer)["usage"]
         assert usage["prompt_tokens_details"] == {"cached_tokens": cached}
-    status, answer = send(server, CHAT, {"messages": [{"role": "user", "content": prompt}], "max_tokens": 2})
+    _, answer, _ = send(server, CHAT, {"messages": [{"role": "user", "content": prompt}], "max_tokens": 2})
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 256}
-    status, answer = send(server, RESPONSES, {"input": prompt, "max_output_tokens": 2, "stream": stream})
+    _, answer, _ = send(server, RESPONSES, {"input": prompt, "max_output_tokens": 2, "stream": stream})
     usage = (answer[-1]["response"] if stream else answer)["usage"]
     assert usage["input_tokens_details"]["cached_tokens"] == 256
 
@@ -219,33 +185,24 @@ def test_prompts_that_are_too_long_get_a_status(server, count, status, says):
     """Streams too, always: refused before they begin."""
     prompt = demo.text()[:count]
     for stream in (False, True, True, True):
-        got, answer = send(server, COMPLETIONS, {"prompt": prompt, "max_tokens": 2, "stream": stream})
+        got, answer, _ = send(server, COMPLETIONS, {"prompt": prompt, "max_tokens": 2, "stream": stream})
         assert got == status and says in answer["error"]["message"]
     assert not server.batching.manager.output_router.result_handlers
 
 
 def test_the_same_request_id_does_not_mix_answers(server):
-    host, port = address(server)
     prompts = [PROMPT, demo.text()[:200]]
     alone = [texts(complete(server, prompt=prompt)) for prompt in prompts]
-
-    def ask(prompt: str) -> list[str]:
-        body = json.dumps({"prompt": prompt, "max_tokens": 8, "temperature": 0}).encode()
-        headers = {"content-type": "application/json", "x-request-id": "same"}
-        request = urllib.request.Request(f"http://{host}:{port}{COMPLETIONS}", body, headers)
-        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
-            assert answer.headers["x-request-id"] == "same"
-            return texts(json.loads(answer.read()))
-
     with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(ask, prompts)) == alone
+        together = threads.map(lambda prompt: texts(complete(server, {"x-request-id": "same"}, prompt=prompt)), prompts)
+        assert list(together) == alone
 
 
 @pytest.mark.parametrize("path", ["/reset", "/load_model", "/v1/systemone", "/v1/audio/transcriptions", "/docs", "/openapi.json", "/redoc"])
 def test_other_paths_are_not_served(server, path):
     before = server.observed.outcomes["refused"]
     for body in (None, {"model": "demo"}):
-        status, answer = send(server, path, body)
+        status, answer, _ = send(server, path, body)
         assert (status, answer["error"]["type"]) == (404, "invalid_request_error")
     assert server.observed.outcomes["refused"] == before + 2
 
@@ -253,7 +210,7 @@ def test_other_paths_are_not_served(server, path):
 def leave(server, tokens: int = 900) -> None:
     """Asks for a long whole answer, and closes the connection while it runs."""
     body = json.dumps({"prompt": PROMPT, "max_tokens": tokens}).encode()
-    with socket.create_connection(address(server)) as connection:
+    with socket.create_connection(place(server)) as connection:
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         assert until(lambda: server.metrics().running == 1)
@@ -268,19 +225,16 @@ def test_a_client_of_a_whole_answer_that_leaves_is_cancelled(server):
 
 
 def test_fields_have_the_same_effects_without_batching(folder):
-    started = serving.Server(folder, CACHE, metrics_interval=0, continuous_batching=False, **OPTIONS)
-    with listening(started):
+    with served(folder, continuous_batching=False, **FEW) as started:
         assert send(started, COMPLETIONS, {"prompt": ""})[0] == 400
-        status, answer = send(started, COMPLETIONS, {"prompt": PROMPT, "seed": 1})
+        status, answer, _ = send(started, COMPLETIONS, {"prompt": PROMPT, "seed": 1})
         assert (status, answer["error"]["param"]) == (400, "seed")
         for stream in (False, True):
             answer = complete(started, stop="zon", stream=stream, n=2, max_tokens=50)
             assert texts(answer) == [" dil"] * 2
             assert (answer[-1] if stream else answer)["usage"]["completion_tokens"] < 20
         assert texts(complete(started, temperature=2, max_tokens=12)) != texts(complete(started, max_tokens=12))
-        host, port = address(started)
-        with urllib.request.urlopen(f"http://{host}:{port}/metrics") as found:
-            assert 'qkvcache_requests_total{outcome="refused"} 2' in found.read().decode()
+        assert 'qkvcache_requests_total{outcome="refused"} 2' in send(started, "/metrics")[1]
 
 
 # The end.
@@ -288,23 +242,14 @@ def test_fields_have_the_same_effects_without_batching(folder):
 
 @pytest.fixture
 def ending(folder):
-    """A server that ends, with its thread and what it raises."""
-    started, raised = serving.Server(folder, CACHE, metrics_interval=0, grace_seconds=1.0, **OPTIONS), []
-
-    def run() -> None:
-        try:
-            started.run()
-        except RuntimeError as error:
-            raised.append(error)
-
-    with listening(started, run):
-        yield started, raised
+    with served(folder, grace_seconds=1.0, **FEW) as started:
+        yield started
 
 
 @pytest.mark.parametrize("tokens", [30, 900])
 def test_a_server_that_stops_answers_what_runs(ending, tokens):
     """Requests that end within the grace are answered, others get 503; new ones do too."""
-    server, raised = ending
+    server = ending
     with ThreadPoolExecutor(1) as threads:
         with waiting(server._model):
             running = threads.submit(send, server, COMPLETIONS, {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0})
@@ -313,21 +258,19 @@ def test_a_server_that_stops_answers_what_runs(ending, tokens):
             server.server.handle_exit(15, None)
             assert send(server, COMPLETIONS, {"prompt": PROMPT})[0] == send(server, "/health")[0] == 503
         assert running.result()[0] == (200 if tokens == 30 else 503)
-    assert until(lambda: server.batching is None) and not raised  # shut down
+    assert until(lambda: server.batching is None) and not server.raised  # shut down
 
 
 def test_a_dead_thread_ends_the_server_with_an_error(ending, monkeypatch):
-    server, raised = ending
-    monkeypatch.setattr(server._model, "forward", lambda **_: 1 / 0)
-    status, answer = send(server, COMPLETIONS, {"prompt": PROMPT, "max_tokens": 2})
+    monkeypatch.setattr(ending._model, "forward", lambda **_: 1 / 0)
+    status, answer, _ = send(ending, COMPLETIONS, {"prompt": PROMPT, "max_tokens": 2})
     assert status in (500, 503) and "division" not in answer["error"]["message"]
-    assert until(lambda: bool(raised)) and "has died" in str(raised[0])
+    assert until(lambda: bool(ending.raised)) and "has died" in str(ending.raised[0])
 
 
 def test_the_process_ends_within_its_grace():
     """Without an error, although a request runs that does not end."""
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
-    program = Program("qkvcache.cli", ["serve", "demo", *options, "--grace-seconds", "0.2"])
+    program = Program("qkvcache.cli", ["serve", "demo", *WORDS, "--grace-seconds", "0.2"])
     address = next(found for text in program.lines if (found := re.search(r"http://127.0.0.1:(\d+)", text)))
     body = json.dumps({"prompt": PROMPT, "max_tokens": 900, "stream": True}).encode()
     headers = {"content-type": "application/json"}

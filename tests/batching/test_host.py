@@ -13,7 +13,6 @@ from qkvcache import continuous_batching
 
 from .requests import ZONES, greedy, pool, prompts, tiniest
 
-pytestmark = pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")
 OURS = str(Path(qkvcache.__file__).parent / "batching")
 A_REQUEST = {
     "can_store_request_tokens", "fill_block_table", "extend_read_and_write_indices", "mark_complete_blocks", "_infer_request_tokens",

@@ -1,7 +1,6 @@
 """Who may reach `qkvcache serve`, and what strangers can make it do: keys, sizes, waiting requests, connections, a worker that hangs."""
 
 import asyncio
-import http.client
 import json
 import socket
 import sys
@@ -14,12 +13,12 @@ from hashlib import sha256
 import pytest
 
 from qkvcache import demo, models
-from tests.releases import BATCHING
+
+from .clients import CHAT, COMPLETIONS, RESPONSES, key_of, place, send, served
+from .requests import PATIENCE, until, waiting
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("openai")
-if not BATCHING:
-    pytest.skip("continuous batching needs transformers 5.24", allow_module_level=True)
 
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS  # noqa: E402
 
@@ -27,39 +26,22 @@ from qkvcache.batching import gate, prompts  # noqa: E402
 from qkvcache.batching import server as serving  # noqa: E402
 from qkvcache.batching.requests import ASKED, Asked, StopStrings  # noqa: E402
 from qkvcache.batching.transformers import processor  # noqa: E402
-from tests.batching.requests import PATIENCE, listening, until, waiting  # noqa: E402
 
-OPTIONS = {"host": "127.0.0.1", "port": 0, "device": "cpu", "dtype": "float32", "cb_num_blocks": 16, "cb_max_batch_tokens": 512}
 KEYS = "first-key", "second-key"
 LIMITS = gate.Limits(max_waiting=8, max_waiting_per_client=4, max_n=2, max_connections=12, read_seconds=0.5)
-COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 
 
 @pytest.fixture(scope="module")
 def server():
-    started = serving.Server("demo", {"format": "int8"}, metrics_interval=0, api_keys=KEYS, limits=LIMITS, **OPTIONS)
-    with listening(started):
+    with served(api_keys=KEYS, limits=LIMITS) as started:
         yield started
-
-
-def address(server) -> tuple[str, int]:
-    return server.server.servers[0].sockets[0].getsockname()
 
 
 def ask(server, path: str = COMPLETIONS, key: str | None = KEYS[0], body: bytes | None = None, **fields):
     """Status, body and headers of an answer."""
-    connection = http.client.HTTPConnection(*address(server), timeout=PATIENCE)
-    try:
-        if path == COMPLETIONS:
-            fields = {"prompt": "A", "max_tokens": 2} | fields
-        data = json.dumps(fields).encode() if body is None else body
-        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-        connection.request("POST" if fields or body else "GET", path, data if fields or body else None, headers)
-        answer = connection.getresponse()
-        text = answer.read().decode()
-        return answer.status, text if text.startswith("data: ") else json.loads(text or "{}"), answer.headers
-    finally:
-        connection.close()
+    if path == COMPLETIONS:
+        fields = {"prompt": "A", "max_tokens": 2} | fields
+    return send(server, path, body or fields or None, **key_of(key) if key else {})
 
 
 # Keys.
@@ -310,7 +292,7 @@ def test_clients_take_turns(server):
 def test_a_client_gives_way_to_another(monkeypatch):
     """Its requests fill the pool, and have thousands of tokens to go."""
     monkeypatch.setattr(processor, "TURN", 0.0)
-    with ending(api_keys=KEYS, cb_num_blocks=2) as (server, _), ThreadPoolExecutor(2) as threads:
+    with served(api_keys=KEYS, cb_num_blocks=2) as server, ThreadPoolExecutor(2) as threads:
         asked = [threads.submit(ask, server, max_tokens=60) for _ in range(2)]
         assert until(lambda: server.metrics().running == 2)
         assert ask(server, key=KEYS[1])[0] == 200 and not any(future.done() for future in asked)
@@ -332,13 +314,13 @@ def closed(connection: socket.socket) -> bool:
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"])
 def test_connections_without_a_request_are_closed(server, sent):
-    with socket.create_connection(address(server)) as connection:
+    with socket.create_connection(place(server)) as connection:
         connection.sendall(sent)
         assert closed(connection)
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(server):
-    with socket.create_connection(address(server)) as connection:
+    with socket.create_connection(place(server)) as connection:
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {KEYS[0]}\r\ncontent-length: 99\r\n\r\n"
         connection.sendall(head.encode())
         assert b" 408 " in connection.recv(100)
@@ -348,7 +330,7 @@ def test_more_connections_close_the_idle_ones(server):
     """And never one whose request runs."""
     with ThreadPoolExecutor(1) as threads, waiting(server._model):
         asked = asking(threads, server, 1)
-        idle = [socket.create_connection(address(server)) for _ in range(3 * LIMITS.max_connections)]
+        idle = [socket.create_connection(place(server)) for _ in range(3 * LIMITS.max_connections)]
         assert until(lambda: len(server.server.server_state.connections) <= LIMITS.max_connections)
         assert closed(idle[0]) and ask(server, "/health", None)[0] == 200
     assert asked[0].result()[0] == 200
@@ -357,21 +339,6 @@ def test_more_connections_close_the_idle_ones(server):
 
 
 # A worker that does not work.
-
-
-@contextmanager
-def ending(**options):
-    """A server of its own, and what its `run` raises."""
-    started, raised = serving.Server("demo", {"format": "int8"}, metrics_interval=0, **OPTIONS | options), []
-
-    def run() -> None:
-        try:
-            started.run()
-        except RuntimeError as error:
-            raised.append(error)
-
-    with listening(started, run):
-        yield started, raised
 
 
 @contextmanager
@@ -384,16 +351,16 @@ def hanging(server, tokens: int = 3000):
 
 
 def test_health_is_progress():
-    with ending(limits=gate.Limits(stall_seconds=0.3)) as (server, raised):
+    with served(limits=gate.Limits(stall_seconds=0.3)) as server:
         with hanging(server, 2):
             assert until(lambda: ask(server, "/health", None)[0] == 503) and not server.dead
-        assert until(lambda: ask(server, "/health", None)[0] == 200) and not raised
+        assert until(lambda: ask(server, "/health", None)[0] == 200) and not server.raised
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the worker, when it goes on after all
 def test_a_worker_that_hangs_does_not_hold_the_server(monkeypatch):
     monkeypatch.setattr(serving, "LAST_STEP", 0.1)
-    with ending(grace_seconds=0.1) as (server, _), hanging(server) as asked:
+    with served(grace_seconds=0.1) as server, hanging(server) as asked:
         server.server.handle_exit(15, None)
         assert asked.result()[0] == 503
         assert until(lambda: server.hung)
@@ -401,17 +368,17 @@ def test_a_worker_that_hangs_does_not_hold_the_server(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_worker_that_exits_ends_the_server(monkeypatch):
-    with ending(grace_seconds=PATIENCE) as (server, raised):
+    with served(grace_seconds=PATIENCE) as server:
         monkeypatch.setattr(server._model, "forward", lambda **_: sys.exit())
         status, answer, _ = ask(server, key=None)
         assert status == 503 and "has died" in answer["error"]["message"]
-        assert until(lambda: bool(raised))
+        assert until(lambda: bool(server.raised))
 
 
 def test_a_second_signal_ends_requests_in_order():
-    with ending(grace_seconds=PATIENCE) as (server, raised):
+    with served(grace_seconds=PATIENCE) as server:
         with hanging(server) as asked:
             server.server.handle_exit(15, None)
             server.server.handle_exit(15, None)
             status, answer, _ = asked.result()
-        assert status == 503 and "stopping" in answer["error"]["message"] and not raised
+        assert status == 503 and "stopping" in answer["error"]["message"] and not server.raised

@@ -15,8 +15,6 @@ from tests.seeds import SEED
 
 from .requests import collect, prompts, serving
 
-pytestmark = pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")
-
 
 class Seen:
     """The pages by their links, and the answers by their prompts, that runs have found; asserts that they are the same each time."""

@@ -1,38 +1,28 @@
 """`qkvcache serve` with the `openai` package as client, on the embedded model: what users type, and what they do to a server."""
 
 import functools
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from typer.testing import CliRunner
 
 from qkvcache import CompressedCache, demo, models
-from qkvcache.cli import app
 from qkvcache.formats import TurboQuant
-from tests.releases import BATCHING
+from tests.command import refuses, run
+
+from .clients import WORDS, address, saved, send, served
+from .requests import PATIENCE, listening, until
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
-if not BATCHING:
-    pytest.skip("continuous batching needs transformers 5.24", allow_module_level=True)
 
 from qkvcache.batching import server as serving  # noqa: E402
-from tests.batching.requests import PATIENCE, listening, until  # noqa: E402
 
 FORMAT = "turboquant_4bit_nc"
 CACHE = {
     "format": TurboQuant(center=False),
     "residual_length": 16,
 }  # a mean would be that of the first prompts, and of each one in `generate`
-OPTIONS = {"host": "127.0.0.1", "port": 0, "device": "cpu", "dtype": "float32", "cb_num_blocks": 16, "cb_max_batch_tokens": 512}
 PROMPT = "The code word of Anna is dilzon. {} What is the code word of Anna? The code word of Anna is"
-CHAT = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
-
-
-def address(server) -> str:
-    host, port = server.server.servers[0].sockets[0].getsockname()
-    return f"http://{host}:{port}"
 
 
 def client(server):
@@ -41,19 +31,12 @@ def client(server):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The embedded model with a chat template."""
-    model, tokenizer = models.load("demo")
-    tokenizer.chat_template = CHAT
-    path = tmp_path_factory.mktemp("chat")
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+    return saved(tmp_path_factory.mktemp("chat"))
 
 
 @pytest.fixture(scope="module")
 def server(folder):
-    started = serving.Server(folder, CACHE, metrics_interval=0.2, **OPTIONS)
-    with listening(started):
+    with served(folder, CACHE, metrics_interval=0.2) as started:
         yield started
 
 
@@ -123,9 +106,9 @@ def test_a_client_that_leaves_frees_its_pages(server, folder):
 
 def scraped(server) -> dict[str, str]:
     """Over HTTP: the loop that answers has counted every request answered before."""
-    with urllib.request.urlopen(f"{address(server)}/metrics") as answer:
-        assert answer.headers["content-type"].startswith("text/plain")
-        return dict(line.split() for line in answer.read().decode().splitlines() if not line.startswith("#"))
+    _, text, headers = send(server, "/metrics")
+    assert headers["content-type"].startswith("text/plain")
+    return dict(line.split() for line in text.splitlines() if not line.startswith("#"))
 
 
 def test_metrics(server, folder, capfd):
@@ -168,13 +151,12 @@ def serve(monkeypatch, *arguments: str):
     """Runs the command; the server answers one request. Returns what typer says, and what was answered."""
     answers, run_server = [], serving.Server.run
 
-    def run(server):
+    def answer(server):
         with listening(server, functools.partial(run_server, server)):
             answers.append((type(server.batching).__name__, complete(server, "demo", prompts(1)[0])))
 
-    monkeypatch.setattr(serving.Server, "run", run)
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
-    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, ["serve", "demo", *options, *arguments]), answers
+    monkeypatch.setattr(serving.Server, "run", answer)
+    return run("serve", "demo", *WORDS, *arguments), answers
 
 
 def test_the_command_serves_a_model_by_its_name(monkeypatch):
@@ -221,6 +203,4 @@ def test_without_continuous_batching_generate_gets_the_cache(monkeypatch):
     ],
 )
 def test_wrong_input_is_explained(arguments, says):
-    result = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, ["serve", arguments[0], "--device", "cpu", *arguments[1:]])
-    assert result.exit_code == 2, result.output
-    assert says in result.output
+    refuses(says, "serve", arguments[0], "--device", "cpu", *arguments[1:])

@@ -1,14 +1,11 @@
 """Conversations whose pages are in a store: they go on after the process has ended, as if it had not."""
 
 import copy
-import errno
-import json
 import os
 import random
 import re
 import shutil
 import signal
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -16,15 +13,15 @@ import pytest
 
 from qkvcache import PrefixStore, continuous_batching, demo
 from tests.matrix import model
+from tests.prefix.made import DAMAGES, failing_open
 from tests.processes import Program
 from tests.seeds import SEED
 
-from .requests import PATIENCE, ZONES, answers, collect, listening, pool, prompts, serving, tiniest, until
+from .clients import COMPLETIONS, WORDS, address, send, served
+from .requests import ZONES, answers, collect, pool, prompts, serving, tiniest, until
 from .test_blocks import assert_nothing_is_left
 
-pytestmark = pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")
 FORMAT = "turboquant_4bit_nc"
-OPTIONS = {"host": "127.0.0.1", "port": 0, "device": "cpu", "dtype": "float32", "cb-num-blocks": 16, "cb-max-batch-tokens": 512}
 
 
 def store(folder, network=None, **options) -> PrefixStore:
@@ -162,7 +159,7 @@ def test_requests_that_leave_keep_the_pool_whole(tmp_path):
         assert batching.metrics().preemptions and batching.metrics().pages_fetched
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:], lambda data: b""])
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_damaged_statistics_are_computed_again(tmp_path, damage):
     """As a page is: the server starts, and writes others."""
     talk(store(tmp_path), [], 3)
@@ -178,14 +175,7 @@ def test_statistics_that_cannot_be_read_stay(tmp_path, monkeypatch):
     """The server starts, with statistics of its own."""
     talk(store(tmp_path), [], 3)
     (path,) = tmp_path.glob("*.statistics")
-
-    def fails(name, *args, open=os.open):
-        if str(name) == str(path):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return open(name, *args)
-
-    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="stays, and cannot be used: .*Permission denied"):
-        patch.setattr(os, "open", fails)
+    with failing_open(monkeypatch, path.name), pytest.warns(UserWarning, match="stays, and cannot be used: .*Permission denied"):
         talk(store(tmp_path), [], 3)
     _, cached, _ = talk(store(tmp_path), [], 3)
     assert path.exists() and max(cached) > 0
@@ -212,32 +202,23 @@ def test_stores_that_cannot_be_used_are_refused(tmp_path):
 
 
 def ask(address: str, prompt: str) -> tuple[str, dict]:
-    body = json.dumps({"prompt": prompt, "max_tokens": 4, "temperature": 0}).encode()
-    request = urllib.request.Request(f"{address}/v1/completions", body, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
-        found = json.load(answer)
+    _, found, _ = send(address, COMPLETIONS, {"prompt": prompt, "max_tokens": 4, "temperature": 0})
     return found["choices"][0]["text"], found["usage"]
 
 
 def written(address: str) -> int:
-    with urllib.request.urlopen(f"{address}/metrics") as answer:
-        return int(re.search(r"qkvcache_pages_written_total (\d+)", answer.read().decode())[1])
+    return int(re.search(r"qkvcache_pages_written_total (\d+)", send(address, "/metrics")[1])[1])
 
 
 @contextmanager
 def in_thread(folder):
-    from qkvcache.batching.server import Server
-
-    options = {name.replace("-", "_"): value for name, value in OPTIONS.items()}
-    server = Server("demo", {"format": FORMAT}, store=folder, store_bytes=10**8, metrics_interval=0, **options)
-    with listening(server):
-        yield "http://{}:{}".format(*server.server.servers[0].sockets[0].getsockname())
+    with served(cache={"format": FORMAT}, store=folder, store_bytes=10**8) as server:
+        yield address(server)
 
 
 @contextmanager
 def in_process(folder):
-    given = [f"--{name}={value}" for name, value in OPTIONS.items()]
-    program = Program("qkvcache.cli", ["serve", "demo", *given, f"--store={folder}", "--store-bytes=100MB"])
+    program = Program("qkvcache.cli", ["serve", "demo", *WORDS, f"--store={folder}", "--store-bytes=100MB"])
     try:
         yield next(found[0] for text in program.lines if (found := re.search(r"http://127.0.0.1:(\d+)", text)))
     finally:

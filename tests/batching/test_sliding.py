@@ -15,7 +15,6 @@ from tests.seeds import SEED
 
 from .requests import answers, assert_same, collect, greedy, pool, prompts, serving, single, waiting
 
-pytestmark = pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")
 ALTERNATING = _TINY | _HYBRID
 FAMILIES = {
     "gemma2": lambda **options: hf.Gemma2Config(**ALTERNATING | options, attn_logit_softcapping=2.0, query_pre_attn_scalar=32),

@@ -10,20 +10,12 @@ from qkvcache import continuous_batching
 from qkvcache.formats import Int8
 from tests.launches import counted
 from tests.matrix import model
-from tests.releases import BATCHING
 
 from .requests import ZONES, answers, assert_same, attention, greedy, llama, prompts, serving, single, store
+from .requests import batching_manager as manager
 from .requests import pool as pool_of
 
-if not BATCHING:
-    pytest.skip("continuous batching needs transformers 5.24", allow_module_level=True)
-
-from qkvcache.batching.transformers import manager  # noqa: E402
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:continuous batching on compressed pages"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def steps(patch: pytest.MonkeyPatch, format: str, ids: list[list[int]], **options) -> list[tuple[int, int, list[str]]]:

@@ -4,23 +4,16 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from typer.testing import CliRunner
 
-from qkvcache import continuous_batching, demo, models
-from qkvcache.cli import app
-from tests.releases import BATCHING
+from qkvcache import continuous_batching, demo
+from tests.command import refuses
+
+from .clients import address, saved, served
+from .requests import PATIENCE, llama, prompts, serving
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("llguidance")
 openai = pytest.importorskip("openai")
-if not BATCHING:
-    pytest.skip("continuous batching needs transformers 5.24", allow_module_level=True)
-
-from qkvcache.batching import server as serving  # noqa: E402
-from tests.batching.requests import PATIENCE, listening, llama, prompts  # noqa: E402
-from tests.batching.requests import serving as running  # noqa: E402
-
-OPTIONS = {"host": "127.0.0.1", "port": 0, "device": "cpu", "dtype": "float32", "cb_num_blocks": 16, "cb_max_batch_tokens": 512}
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -34,15 +27,8 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory):
-    model, tokenizer = models.load("demo")
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
-    folder = tmp_path_factory.mktemp("chat")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    started = serving.Server(str(folder), {"format": "int8"}, metrics_interval=0, structured_outputs=True, **OPTIONS)
-    with listening(started):
-        host, port = started.server.servers[0].sockets[0].getsockname()
-        yield openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="-", max_retries=0, timeout=PATIENCE)
+    with served(saved(tmp_path_factory.mktemp("chat")), structured_outputs=True) as server:
+        yield openai.OpenAI(base_url=f"{address(server)}/v1", api_key="-", max_retries=0, timeout=PATIENCE)
 
 
 def chat(client, said: str, schema: dict | None = SCHEMA, **options):
@@ -90,10 +76,9 @@ def test_schemas_that_are_not_supported_are_refused(client, schema):
 def test_a_config_that_prepares_steps_ahead_takes_no_grammar():
     network = llama()
     refused = pytest.raises(ValueError, match="use_async_batching=False")
-    with continuous_batching(network, format="int8"), running(network) as manager, refused:
+    with continuous_batching(network, format="int8"), serving(network) as manager, refused:
         manager.add_request(prompts(5)[0], grammar=object())
 
 
 def test_grammars_need_batches():
-    result = CliRunner().invoke(app, ["serve", "demo", "--structured-outputs", "--no-continuous-batching", "--device", "cpu"])
-    assert result.exit_code == 2 and "structured_outputs=True" in result.output
+    refuses("structured_outputs=True", "serve", "demo", "--structured-outputs", "--no-continuous-batching", "--device", "cpu")

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import urllib.request
-from contextlib import contextmanager
 
 import pytest
 
 from qkvcache import PrefixStore, continuous_batching, demo
 from qkvcache.batching.branches import Branches
 
-from .requests import PATIENCE, ZONES, collect, listening, prompts, serving, tiniest, until
+from .clients import COMPLETIONS, key_of, send, served
+from .requests import ZONES, collect, prompts, serving, tiniest, until
 from .test_blocks import assert_nothing_is_left
 
-pytestmark = pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")
 FORMAT = "int8"
 
 
@@ -131,64 +128,52 @@ def test_branches_are_bounded():
 KEYS = "a", "b"
 
 
-@contextmanager
-def server(cache=(), **options):
-    pytest.importorskip("uvicorn")
-    from qkvcache.batching.server import Server
-
-    given = {"host": "127.0.0.1", "port": 0, "device": "cpu", "dtype": "float32", "cb_num_blocks": 16, "cb_max_batch_tokens": 512}
-    started = Server("demo", {"format": FORMAT} | dict(cache), metrics_interval=0, **given, **options)
-    with listening(started):
-        yield "http://{}:{}".format(*started.server.servers[0].sockets[0].getsockname())
+def call(server, path: str, body=None, method: str = "POST", **headers: str) -> dict:
+    status, answer, _ = send(server, path, body, method, **headers)
+    assert status == 200, answer
+    return answer
 
 
-def call(address: str, path: str, body=None, method: str = "POST", **headers) -> dict:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(address + path, data, {"content-type": "application/json"} | headers, method=method)
-    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
-        return json.load(answer)
-
-
-def hit(address: str, prompt: str, key: str | None = None, **fields) -> int:
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+def hit(server, prompt: str, key: str | None = None, **fields) -> int:
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0} | fields
-    return call(address, "/v1/completions", body, **headers)["usage"]["prompt_tokens_details"]["cached_tokens"] // 256
+    answer = call(server, COMPLETIONS, body, **{} if key is None else key_of(key))
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"] // 256
 
 
 def test_what_a_client_has_sent_is_not_visible_to_another():
     """Without keys, or with `all`, prompts share pages with all, and a salt asks for others."""
     prompt = demo.text()[:1000]
-    with server(api_keys=KEYS) as address:
-        assert [hit(address, prompt, key) for key in KEYS * 2] == [0, 0, 1, 1]
-        assert [hit(address, prompt, "a", cache_salt=salt) for salt in ("x", "y", "x")] == [0, 0, 1]
-        assert hit(address, prompt, "b", cache_salt="x") == 0
-    with server(share_prefixes="all", api_keys=KEYS) as address:
-        assert [hit(address, prompt, key) for key in KEYS] == [0, 1]
-        assert [hit(address, prompt, key, cache_salt="x") for key in KEYS] == [0, 1]
-    with server() as address:
-        assert [hit(address, prompt, cache_salt=salt) for salt in (None, None, "x", "x")] == [0, 1, 0, 1]
-    with server(share_prefixes="none") as address:
-        assert [hit(address, prompt) for _ in range(2)] == [0, 0]
+    with served(api_keys=KEYS) as server:
+        assert [hit(server, prompt, key) for key in KEYS * 2] == [0, 0, 1, 1]
+        assert [hit(server, prompt, "a", cache_salt=salt) for salt in ("x", "y", "x")] == [0, 0, 1]
+        assert hit(server, prompt, "b", cache_salt="x") == 0
+    with served(share_prefixes="all", api_keys=KEYS) as server:
+        assert [hit(server, prompt, key) for key in KEYS] == [0, 1]
+        assert [hit(server, prompt, key, cache_salt="x") for key in KEYS] == [0, 1]
+    with served() as server:
+        assert [hit(server, prompt, cache_salt=salt) for salt in (None, None, "x", "x")] == [0, 1, 0, 1]
+    with served(share_prefixes="none") as server:
+        assert [hit(server, prompt) for _ in range(2)] == [0, 0]
 
 
 def test_sessions_are_released_and_prefetched_by_one_call(tmp_path):
     """By header or field; each tenant has sessions of its own."""
     prompt = demo.text()[:1000]
-    first, second = ({"Authorization": f"Bearer {key}"} for key in KEYS)
-    with server(store=tmp_path, api_keys=KEYS) as address:
+    first, second = map(key_of, KEYS)
+    with served(store=tmp_path, api_keys=KEYS) as server:
         body = {"prompt": prompt, "max_tokens": 1}
-        call(address, "/v1/completions", body, **{"X-Session-Id": "one"} | first)
-        call(address, "/v1/completions", body | {"prompt_cache_key": "two"}, **second)
-        assert call(address, "/v1/sessions/one", **second) == {"session": "one", "pages": 0}
-        assert call(address, "/v1/sessions/one", **first) == call(address, "/v1/sessions/one", None, "DELETE", **first)
-        assert call(address, "/v1/sessions/two", **second)["pages"] == 1
+        call(server, COMPLETIONS, body, **{"X-Session-Id": "one"} | first)
+        call(server, COMPLETIONS, body | {"prompt_cache_key": "two"}, **second)
+        assert call(server, "/v1/sessions/one", **second) == {"session": "one", "pages": 0}
+        assert call(server, "/v1/sessions/one", **first) == call(server, "/v1/sessions/one", None, "DELETE", **first)
+        assert call(server, "/v1/sessions/two", **second)["pages"] == 1
 
 
 def test_reproducible_answers_over_http():
     """The pages hold 3 bits, with which a prompt whose beginning is stored has another answer by default."""
     body = {"prompt": demo.text()[:1500], "max_tokens": 4, "temperature": 0}
-    with server({"format": "turboquant_3bit_nc", "reproducible": True}) as address:
-        cold, warm = (call(address, "/v1/completions", body) for _ in range(2))
+    with served(cache={"format": "turboquant_3bit_nc", "reproducible": True}) as server:
+        cold, warm = (call(server, COMPLETIONS, body) for _ in range(2))
     assert [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in (cold, warm)] == [0, 512]
     assert cold["choices"][0]["text"] == warm["choices"][0]["text"]
 

@@ -84,16 +84,10 @@ def test_a_factory_may_wrap_by_itself():
         assert generate(network)[CACHE_ARGUMENT] is factory.caches[0]
 
 
-def test_a_cache_given_by_the_user_wins():
+def test_a_cache_of_the_users_and_none_at_all_win():
     network, factory, given = model("llama"), Factory(), DynamicCache()
     with attach(network, factory):
         assert generate(network, **passing(given))[CACHE_ARGUMENT] is given
-    assert not factory.caches
-
-
-def test_generate_without_a_cache_makes_none():
-    network, factory = model("llama"), Factory()
-    with attach(network, factory):
         generate(network, use_cache=False)
     assert not factory.caches
 
@@ -117,8 +111,6 @@ def test_two_caches_cannot_be_attached():
         with pytest.raises(ValueError, match="detach it first"):
             attach(network, Factory())
         assert isinstance(generate(network)[CACHE_ARGUMENT], TurboQuantCache)
-    with attach(network, TurboQuantCache):
-        pass
 
 
 @pytest.mark.parametrize(

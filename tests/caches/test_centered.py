@@ -106,18 +106,6 @@ def test_another_text():
                 assert (got - new).norm() < factor * (without - new).norm()
 
 
-@pytest.mark.parametrize("kind", ["growing", "static"])
-def test_rows_take_their_means_along(kind):
-    _, cache = read("llama", "sdpa", kind, torch.randint(3, 100, (3, 40)))
-    before = means(cache)
-    cache.reorder_cache(torch.tensor([2, 0, 2]))
-    assert all(torch.equal(b, a[[2, 0, 2]]) for a, b in zip(before, means(cache), strict=True))
-    cache.batch_repeat_interleave(2)
-    assert all(torch.equal(b, a[[2, 2, 0, 0, 2, 2]]) for a, b in zip(before, means(cache), strict=True))
-    cache.batch_select_indices(torch.tensor([3, 0]))
-    assert all(torch.equal(b, a[[0, 2]]) for a, b in zip(before, means(cache), strict=True))
-
-
 def test_a_step_that_nobody_saw_is_taken_in():
     """Attention of the model's own: the layer is asked again before anyone has reported."""
     cache = CompressedCache(format=HadaQuant(), num_sink_tokens=0, residual_length=4)

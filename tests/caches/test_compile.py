@@ -40,25 +40,17 @@ def test_which_caches_are_compiled():
     assert CompressedCache(model("gemma3").config, format="int8", compile=True).is_compileable
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_uncompiled_it_says_the_same(name):
-    network = model(name)
-    ids = torch.randint(3, 100, (2, 90))
-    caches = [CompressedCache(network.config, format="int8", **ZONES, **options) for options in ({"max_length": 100}, {"compile": True})]
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("llama", ZONES), ("gemma3", ZONES), *(("llama", {"policy": policy(budget=20)}) for policy in (policies.KeyDiff, policies.H2O))],
+)
+def test_uncompiled_it_says_what_max_length_says(name, options):
+    """A policy with a budget of tokens needs no `max_length`."""
+    network, end = model(name), 0
+    caches = [CompressedCache(network.config, format="int8", **options, **room) for room in ({"max_length": 100}, {"compile": True})]
     with torch.no_grad():
-        for begin, end in ((0, 70), (70, 71), (71, 72), (72, 80), (80, 81)):
-            first, second = (network(ids[:, begin:end], **passing(cache)).logits for cache in caches)
-            assert_close(second, first, 1e-5)
+        for ids in torch.randint(3, 100, (2, 90)).split([70, 1, 1, 8, *[1] * 10], dim=1):
+            first, second = (network(ids, **passing(cache)).logits for cache in caches)
+            assert_close(second, first, 0 if "policy" in options else 1e-5)
+            end += ids.shape[1]
             assert caches[0].get_seq_length() == caches[1].get_seq_length() == end
-
-
-@pytest.mark.parametrize("policy", ["keydiff", "h2o"])
-def test_a_policy_with_a_budget_of_tokens_needs_no_max_length(policy):
-    network = model("llama")
-    make = {"keydiff": policies.KeyDiff(budget=20), "h2o": policies.H2O(budget=20)}[policy]
-    ids = torch.randint(3, 100, (1, 50))
-    caches = [CompressedCache(network.config, format="int8", policy=make, **options) for options in ({"max_length": 60}, {"compile": True})]
-    with torch.no_grad():
-        for begin, end in ((0, 30), *((i, i + 1) for i in range(30, 40))):
-            first, second = (network(ids[:, begin:end], **passing(cache)).logits for cache in caches)
-            assert torch.equal(first, second)

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from qkvcache import CompressedCache, TurboQuantCache
 from qkvcache.layers.compressed import CompressedLayer
-from qkvcache.releases import passing
 from tests.caches import tensor_parallel
 from tests.matrix import CACHES, COVER, FORMATS, THREE, model, slowly
 from tests.processes import ranks
-from tests.reference import ZONES, assert_close, count_decoded_layers
+from tests.reference import ZONES, assert_close, count_decoded_layers, prompt, run
 from tests.tolerance import of_model
 
 ZONE = ZONES["zones"]
@@ -53,15 +52,11 @@ class Moving(CompressedCache):
 @pytest.mark.parametrize("format", THREE)
 def test_offloaded_layers_compute_statistics_without_padding(format, monkeypatch):
     network, left, stock = model("llama"), [], CompressedLayer._move
-    ids = torch.randint(3, 100, (2, 40))
-    mask = torch.ones_like(ids)
-    mask[1, :7] = 0
-    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
-    options |= {"return_dict_in_generate": True, "output_logits": True}
-    expected = network.generate(ids, **passing(CompressedCache(network.config, format=FORMATS[format], **ZONE)), **options)
+    options = {"inputs": prompt(2), "max_new_tokens": 8, "return_dict_in_generate": True, "output_logits": True}
+    expected = run(network, CompressedCache(network.config, format=FORMATS[format], **ZONE), **options)
     monkeypatch.setattr(CompressedLayer, "_move", lambda layer, *to: (left.append(layer), stock(layer, *to))[1])
     cache = Moving(network.config, format=FORMATS[format], **ZONE)
-    got = network.generate(ids, **passing(cache), **options)
+    got = run(network, cache, **options)
     assert all(torch.equal(a, b) for a, b in zip(got.logits, expected.logits, strict=True))
     # Eight forward passes offload each layer, the prompt's among them, and prefetch it but for the first time.
     assert [left.count(layer) for layer in cache.layers] == [8 + 8, *[8 + 7] * (len(cache.layers) - 1)]
@@ -71,13 +66,11 @@ def test_offloaded_layers_compute_statistics_without_padding(format, monkeypatch
 def test_accelerate_hooks_on_every_module(cache):
     accelerate = pytest.importorskip("accelerate")
     network = model("llama")
-    ids = torch.randint(3, 100, (2, 30))
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    expected = network.generate(ids, **passing(CACHES[cache](network.config, **ZONE)), **options)
+    expected = run(network, CACHES[cache](network.config, **ZONE), prompt(2))
     for module in network.modules():
         accelerate.hooks.add_hook_to_module(module, accelerate.hooks.AlignDevicesHook("cpu", io_same_device=True))
     try:
-        got = network.generate(ids, **passing(CACHES[cache](network.config, **ZONE)), **options)
+        got = run(network, CACHES[cache](network.config, **ZONE), prompt(2))
     finally:
         accelerate.hooks.remove_hook_from_submodules(network)
     assert torch.equal(got, expected)
@@ -89,12 +82,10 @@ def test_accelerate_dispatch(name):
     if name == "gemma3n" and parse(transformers.__version__) < parse("5.20"):
         pytest.skip("transformers loses shared keys under accelerate before 5.20")
     network = copy.deepcopy(model(name))
-    ids = torch.randint(3, 100, (1, 30))
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    expected = network.generate(ids, **passing(TurboQuantCache(network.config, **ZONE)), **options)
+    expected = run(network, TurboQuantCache(network.config, **ZONE))
     dispatched = accelerate.dispatch_model(network, {"": "cpu"}, main_device="cpu", force_hooks=True)
     with count_decoded_layers() as dense:  # hooks move the handles that gemma3n's layers share
-        got = dispatched.generate(ids, **passing(TurboQuantCache(network.config, **ZONE)), **options)
+        got = run(dispatched, TurboQuantCache(network.config, **ZONE))
     assert torch.equal(got, expected)
     assert not dense
 

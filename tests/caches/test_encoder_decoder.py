@@ -106,10 +106,3 @@ def test_compressed_cross_attention_is_refused(name):
     config = model(name).config
     with pytest.raises((NotImplementedError, ValueError), match="EncoderDecoderCache"):
         run(name, "sdpa", EncoderDecoderCache(*(TurboQuantCache(config) for _ in range(2))))
-
-
-def test_an_unwrapped_cache_is_refused():
-    network = model("t5")
-    cache = TurboQuantCache(network.config)
-    with pytest.raises(ValueError, match="EncoderDecoderCache"), torch.no_grad():
-        network(**inputs("t5"), decoder_input_ids=torch.zeros(2, 1, dtype=torch.long), **passing(cache))

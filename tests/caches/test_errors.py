@@ -169,12 +169,18 @@ def test_a_program_with_a_cache_without_storage_is_refused():
             program(step)
 
 
-@pytest.mark.parametrize("rows", [[], torch.tensor([])])
-def test_a_row_must_be_kept(rows):
+@pytest.mark.parametrize(
+    ("rows", "error", "says"),
+    [
+        *((rows, ValueError, r"one row or more, or call reset\(\)") for rows in ([], torch.tensor([]))),
+        *((rows, TypeError, "batch_select_indices") for rows in (1, torch.tensor(1), [[0], [1]])),
+    ],
+)
+def test_one_row_or_several_must_be_kept(rows, error, says):
     cache = CompressedCache(CONFIG, format="int8", skip_layers=(0,))
     for layer in range(4):
         cache.update(torch.randn(2, 2, 80, 128), torch.randn(2, 2, 80, 128), layer)
-    with pytest.raises(ValueError, match=r"one row or more, or call reset\(\)"):
+    with pytest.raises(error, match=says):
         cache.batch_select_indices(rows)
     assert [layer.keys.shape[0] if i == 0 else layer.rows for i, layer in enumerate(cache.layers)] == [2] * 4
 
@@ -189,13 +195,6 @@ def test_a_cache_with_tokens_is_initialized(kind):
     assert cache.is_initialized
     with pytest.raises(NotImplementedError, match=r"layer.dense\(\) of a layer in cache.layers"):
         list(cache)
-
-
-@pytest.mark.parametrize("indices", [1, torch.tensor(1), [[0], [1]]])
-def test_rows_to_keep_are_several(indices):
-    cache = CompressedCache(CONFIG, format="int8")
-    with pytest.raises(TypeError, match="batch_select_indices"):
-        cache.batch_select_indices(indices)
 
 
 def test_nothing_to_compress_is_said():

@@ -22,7 +22,7 @@ from qkvcache.releases import passing
 from tests import matrix
 from tests.evict.matrix import EACH_KIND, NAMED, POLICIES, SHARED
 from tests.matrix import FORMATS, slowly
-from tests.reference import prompt
+from tests.reference import forward, prompt
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BUDGET, SIZES = 20, (36, 1, 1, 20, 1, 20, 1)
@@ -75,15 +75,11 @@ def network(name: str = "llama", attention: str = "sdpa") -> PreTrainedModel:
 
 def logits(network: PreTrainedModel, cache: Cache, mode: Callable[[int], contextlib.AbstractContextManager]) -> Tensor:
     """Logits of the real tokens of two rows, one of them padded; the forward `i` runs under `mode(i)`."""
-    given = {name: x.to(DEVICE) for name, x in prompt(2, sum(SIZES)).items()}
-    ids, mask, found, at = given["input_ids"], given["attention_mask"], [], 0
-    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    (ids, mask), found, end = (x.to(DEVICE) for x in prompt(2, sum(SIZES)).values()), [], 0
     for i, size in enumerate(SIZES):
-        part = slice(at, at + size)
-        at += size
-        with torch.no_grad(), mode(i):
-            out = network(ids[:, part], attention_mask=mask[:, :at], position_ids=positions[:, part], **passing(cache)).logits
-        found.append(out[mask[:, part].bool()].clone())
+        end += size
+        with mode(i):
+            found.append(forward(network, cache, ids, mask, end - size, end).clone())
     return torch.cat(found)
 
 

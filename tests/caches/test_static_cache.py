@@ -10,7 +10,7 @@ from qkvcache import CompressedCache, policies
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.releases import passing
 from tests.matrix import FORMATS, model
-from tests.reference import MODES, NEW, ZONES, Mode, assert_close, forward, prompt, run, steps
+from tests.reference import MODES, NEW, ZONES, Mode, assert_steps_alike, forward, prompt, run
 from tests.tolerance import of_model
 
 ZONE = ZONES["zones"]
@@ -32,9 +32,7 @@ def snapshot(cache) -> list:
 def test_a_long_second_turn_with_flex_attention():
     """The masks are for all tokens that may come, the layer's decoded keys only for those that have."""
     network, mode = model("gemma3", "flex_attention"), Mode((0, 5), (30, 20, 1))
-    ours = make(network, "identity", 200)
-    for got, expected in zip(steps(network, ours, mode), steps(network, DynamicCache(config=network.config), mode), strict=True):
-        assert_close(got, expected, of_model(network))
+    assert_steps_alike(network, make(network, "identity", 200), DynamicCache(config=network.config), mode, of_model(network))
 
 
 def test_skipped_layers_are_static_and_exact():
@@ -44,12 +42,7 @@ def test_skipped_layers_are_static_and_exact():
     assert [layer.format.name for layer in cache.layers[1::2]] == [FOUR_BIT, "identity"]
     with pytest.warns(UserWarning, match="nothing will be compressed"):
         every = make(network, FOUR_BIT, skip_layers=[1, 3])
-    pairs = zip(steps(network, every, MODES["padded"]), steps(network, DynamicCache(config=network.config), MODES["padded"]), strict=True)
-    for got, expected in pairs:
-        assert_close(got, expected, of_model(network))
-
-
-# What it says of itself
+    assert_steps_alike(network, every, DynamicCache(config=network.config), MODES["padded"], of_model(network))
 
 
 # generate, uncompiled

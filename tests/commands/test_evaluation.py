@@ -4,14 +4,9 @@ import json
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
-from qkvcache.cli import app
 from qkvcache.evaluation import __main__ as shim
-
-
-def run(*arguments: str):
-    return CliRunner(env={"COLUMNS": "160", "NO_COLOR": "1"}).invoke(app, arguments)
+from tests.command import refuses, run
 
 
 def test_bench_measures_each_cache_beside_the_dense_one():
@@ -40,9 +35,7 @@ def test_bench_measures_each_cache_beside_the_dense_one():
     ],
 )
 def test_wrong_input_is_explained(arguments, says):
-    result = run("bench", "demo", *arguments)
-    assert result.exit_code == 2, result.output
-    assert says in result.output
+    refuses(says, "bench", "demo", *arguments)
     assert "'no/such/folder' does not exist" in run("bench", "no/such/folder").output
 
 
@@ -55,5 +48,4 @@ def test_eval_hands_everything_to_lm_eval(monkeypatch):
 
 def test_without_lm_eval_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.models", None)
-    result = run("eval", "run", "--tasks", "hellaswag")
-    assert result.exit_code == 2 and "pip install 'qkvcache[eval]'" in result.output
+    refuses("pip install 'qkvcache[eval]'", "eval", "run", "--tasks", "hellaswag")

@@ -5,17 +5,11 @@ from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
-from typer.testing import CliRunner
 
 from qkvcache import demo, formats, plan, recommend
-from qkvcache.cli import app
 from qkvcache.planning.recommend import RECOMMENDED
 from qkvcache.policies import H2O
-
-
-def run(*arguments: str):
-    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, arguments)
-
+from tests.command import refuses, run
 
 CONFIG = AutoConfig.from_pretrained(demo.MODEL_PATH)
 MEMORY = ("--gpu-memory", "1GiB", "--weights-memory", "24MB")
@@ -28,7 +22,7 @@ def test_plan_lists_six_rows_of_80_columns_or_every_format():
         expected = plan(CONFIG, format=row["format"], context=4000, gpu_memory=2**30, weights_memory=24e6)
         assert row == json.loads(json.dumps(expected.as_json()))
     arguments = ("plan", "demo", "--context", "900000", "--gpu-memory", "800TB", "--weights-memory", "24MB")
-    lines = CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1"}).invoke(app, arguments).stdout.splitlines()
+    lines = run(*arguments, columns=80).stdout.splitlines()
     assert lines[0] == "Fits: every cache, for one request."
     table = lines[4:10]
     assert [line.split()[0] for line in table] == ["dense", *RECOMMENDED] and "What fits into 1 x 800,000 GB" in lines[10]
@@ -106,6 +100,4 @@ def test_recommend():
     ],
 )
 def test_wrong_input_is_explained(arguments, says):
-    result = run(*arguments)
-    assert result.exit_code == 2, result.output
-    assert says in result.output
+    refuses(says, *arguments)

@@ -4,19 +4,19 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from qkvcache import CompressedCache, PrefixStore
-from qkvcache.cli import app
 from qkvcache.links import links
 from qkvcache.policies import Custom
 from qkvcache.prefix.template import CacheTemplate
+from tests import command
 from tests.evict.matrix import KeyNorm
-from tests.prefix.made import fill, model, random_ids
+from tests.matrix import MODELS
+from tests.prefix.made import fill, flipped, model, random_ids
 
 
 def run(*arguments):
-    return CliRunner(env={"COLUMNS": "160", "NO_COLOR": "1"}).invoke(app, ["prefix", *map(str, arguments)])
+    return command.run("prefix", *arguments)
 
 
 @pytest.fixture
@@ -68,9 +68,7 @@ def test_caches_in_short(options, says):
 def test_verify_finds_what_is_damaged(directory):
     assert run("ls", directory, "--verify").exit_code == 0
     path = max(directory.iterdir(), key=lambda path: path.stat().st_size)
-    content = bytearray(path.read_bytes())
-    content[-1000] ^= 4
-    path.write_bytes(content)
+    path.write_bytes(flipped(path.read_bytes(), -1000))
     (directory / "other.safetensors").write_bytes(b"no")
     result = run("ls", directory, "--verify")
     assert result.exit_code == 1 and "were changed" in " ".join(result.stdout.split()) and "3 files, 2 damaged" in result.stdout
@@ -103,14 +101,10 @@ def test_bench_measures_what_a_store_holds():
     ],
 )
 def test_wrong_input_is_explained(arguments, says):
-    result = run(*arguments)
-    assert result.exit_code == 2 and says in result.output.replace("\n", " ")
+    command.refuses(says, "prefix", *arguments)
 
 
 def test_bench_refuses_what_it_cannot_make(tmp_path):
-    from tests.matrix import MODELS
-
     MODELS["qwen3_next"]().save_pretrained(tmp_path)
-    result = run("bench", "--model", tmp_path, "--contexts", "300")
-    assert result.exit_code == 2 and "LinearAttentionLayer" in result.output
+    command.refuses("LinearAttentionLayer", "prefix", "bench", "--model", tmp_path, "--contexts", "300")
     assert torch.is_grad_enabled()

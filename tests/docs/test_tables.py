@@ -1,10 +1,8 @@
 """The tables of README and of the site say what the rows say. `make tables` writes them again."""
 
-import importlib
-
+import pages
 import pytest
 
-pages = importlib.import_module("pages")
 TABLES = [(page, match["command"], match["text"]) for page in pages.pages() for match in pages.tables(page.read_text())]
 
 

@@ -28,7 +28,6 @@ def test_sessions_have_the_lengths_that_are_said():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:continuous batching on compressed pages has no kernels")
 def test_it_measures_and_shows(tmp_path, capsys):
     out = tmp_path / "agents.jsonl"
     bench.main(["--tiny", "--device", "cpu", "--seconds", "1", "--out", str(out)])

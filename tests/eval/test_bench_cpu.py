@@ -1,12 +1,10 @@
 """The benchmark of decoding on a CPU runs, and writes what its table shows."""
 
-import importlib
-
+import bench_cpu_decode as bench
 from harness import read_rows
 
 
 def test_decoding_is_compared_with_dynamic_cache(tmp_path, monkeypatch, capsys):
-    bench = importlib.import_module("bench_cpu_decode")
     monkeypatch.setattr(bench, "REGISTRY", ["int8"])
     out = tmp_path / "rows.jsonl"
     bench.main(["--tokens", "600", "--rounds", "1", "--steps", "1", "--dtypes", "float32", "--threads", "1", "--out", str(out)])

@@ -1,18 +1,12 @@
 """The benchmark of `generate` on a tiny model: every row is there, a run that resumes adds none, tables come from the rows."""
 
-import importlib
-
+import bench_generate as bench
 import pytest
 from harness import read_rows
 
 
-@pytest.fixture
-def bench():
-    return importlib.import_module("bench_generate")
-
-
 @pytest.mark.slow
-def test_rows_and_tables(bench, tmp_path, capsys):
+def test_rows_and_tables(tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
     options = ["--tiny", "--all", "--steps", "2", "--sections", "prefill", "eviction", "decode", "--cases", "1x8192"]
     options += ["--caches", "DynamicCache", "StaticCache", "H2O"]

@@ -1,24 +1,17 @@
 """The table of second turns is made of the rows; measuring says that it needs a GPU."""
 
-import importlib
-
-import pytest
+import bench_turns as bench
 from harness import RESULTS, read_rows
 
 
-@pytest.fixture
-def bench():
-    return importlib.import_module("bench_turns")
-
-
-def test_the_table_shows_every_row(bench, capsys):
+def test_the_table_shows_every_row(capsys):
     bench.main(["--markdown"])
     out = capsys.readouterr().out
     rows = [row for row in read_rows(RESULTS / "turns.jsonl") if row["what"] == "turns"]
     assert len(rows) > 30 and out.count("x, ") == len(rows)
 
 
-def test_every_section_has_a_table_and_a_line(bench, tmp_path, capsys):
+def test_every_section_has_a_table_and_a_line(tmp_path):
     same = {"rows": 1, "past": bench.PAST, "layers": bench.LAYERS, "device": "a GPU"}
     rows = [
         {"what": "turns", "cache": bench.DENSE, "new": 16, "ms": 60.0, "peak_bytes": 2**30} | same,

@@ -1,12 +1,12 @@
 """One color for each family of formats and for each policy, in every picture."""
 
-import importlib
 from pathlib import Path
+
+import palette
 
 from qkvcache import policies
 from qkvcache.formats import REGISTRY
 
-palette = importlib.import_module("palette")
 EVAL = Path(__file__).parents[2] / "eval"
 
 

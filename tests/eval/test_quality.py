@@ -1,22 +1,17 @@
 """The study of quality, made small: rows, the front of what is smallest and closest, tables and pictures."""
 
-import importlib
-
+import error_bars as bars
 import pytest
+import quality
+import quality_pictures as pictures
 from harness import read_rows
 
 from qkvcache import demo, policies
 from qkvcache.formats import REGISTRY
 
 
-@pytest.fixture
-def study():
-    return importlib.import_module("quality"), importlib.import_module("quality_pictures")
-
-
 @pytest.mark.slow
-def test_rows_tables_and_pictures(study, tmp_path, capsys):
-    quality, pictures = study
+def test_rows_tables_and_pictures(tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
     small = "--context 300 --passages 2 --read-on 4 --cases 2 --formats int8 turboquant_3bit_nc --policies keydiff --budgets 0.3"
     quality.main([*small.split(), "--facts-in", "200", "--out", str(file)])
@@ -42,12 +37,12 @@ def test_rows_tables_and_pictures(study, tmp_path, capsys):
         quality.main(["--show", "--model", "another", "--out", str(file)])
 
 
-def test_nothing_is_measured_without_time_and_older_rows_stay(study, tmp_path):
+def test_nothing_is_measured_without_time_and_older_rows_stay(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"what": "quality_demo"}\n')
     with pytest.raises(SystemExit, match="over before"):
         small = "--context 200 --passages 1 --read-on 2 --cases 1 --minutes 0 --policies h2o"
-        study[0].main([*small.split(), "--out", str(file)])
+        quality.main([*small.split(), "--out", str(file)])
     assert read_rows(file) == [{"what": "quality_demo"}]
 
 
@@ -62,8 +57,7 @@ def test_nothing_is_measured_without_time_and_older_rows_stay(study, tmp_path):
         ("--policies", None, []),
     ],
 )
-def test_what_was_asked_for_is_measured(study, arguments, formats, evicting, monkeypatch):
-    quality = study[0]
+def test_what_was_asked_for_is_measured(arguments, formats, evicting, monkeypatch):
     seen = []
 
     def measure(parser, args, *others):
@@ -81,13 +75,11 @@ def test_what_was_asked_for_is_measured(study, arguments, formats, evicting, mon
     assert evicted == set(policies.REGISTRY if evicting is None else evicting)
 
 
-def test_few_facts_are_said_to_decide_nothing(study):
-    pictures = study[1]
+def test_few_facts_are_said_to_decide_nothing():
     assert "16 facts decide nothing: a share of them has an error of up to 12 %" in pictures.too_few(16) and not pictures.too_few(96)
 
 
 def test_digits_that_the_error_does_not_bear_are_left_out():
-    bars = importlib.import_module("error_bars")
     assert bars.with_error(0.0085234, 0.00041) == ".0085 ± .0004"
     assert bars.with_error(0.0085234, 0.00014) == ".00852 ± .00014"
     assert bars.with_error(1.0234, 0.031) == "1.02 ± .03" and bars.with_error(188.2, 21.0) == "188 ± 21"
@@ -116,22 +108,22 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("arguments", "says"), REFUSED)
-def test_what_cannot_be_measured_is_refused_by_its_option(study, arguments, says, tmp_path, capsys):
+def test_what_cannot_be_measured_is_refused_by_its_option(arguments, says, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
-        study[0].main([*arguments.split(), "--out", str(tmp_path / "rows.jsonl")])
+        quality.main([*arguments.split(), "--out", str(tmp_path / "rows.jsonl")])
     assert stopped.value.code == 2 and f"argument {says}" in capsys.readouterr().err and not any(tmp_path.iterdir())
 
 
-def test_a_name_on_the_hub_is_left_to_the_hub(study, monkeypatch):
+def test_a_name_on_the_hub_is_left_to_the_hub(monkeypatch):
     def load(args):
         raise OSError(f"asked for {args.model}")
 
-    monkeypatch.setattr(study[0], "load", load)
+    monkeypatch.setattr(quality, "load", load)
     with pytest.raises(OSError, match="asked for owner/name-1.5B"):
-        study[0].main(["--model", "owner/name-1.5B"])
+        quality.main(["--model", "owner/name-1.5B"])
 
 
-def test_the_front_is_what_nothing_beats(study):
+def test_the_front_is_what_nothing_beats():
     points = [(100, 0.0), (50, 0.2), (50, 0.1), (60, 0.1), (20, 0.5), (30, 0.6)]
     rows = [{"bytes_per_token": size, "kl": kl} for size, kl in points]
-    assert study[1].front(rows) == {0, 2, 4}
+    assert pictures.front(rows) == {0, 2, 4}

@@ -1,9 +1,12 @@
 """Tasks on a model beside the uncompressed run: prompts, what is right, rows, and what generated programs may do."""
 
-import importlib
 import json
 
 import pytest
+import sandbox
+import summary
+import task_prompts as prompts
+import tasks
 from harness import read_rows
 
 from qkvcache import demo
@@ -15,28 +18,13 @@ PROBLEM = {
 }
 
 
-@pytest.fixture
-def tasks():
-    return importlib.import_module("tasks")
-
-
-@pytest.fixture
-def prompts():
-    return importlib.import_module("task_prompts")
-
-
-@pytest.fixture
-def sandbox():
-    return importlib.import_module("sandbox")
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     return demo.load()[1]
 
 
 @pytest.fixture
-def writer(prompts, tokenizer, monkeypatch):
+def writer(tokenizer, monkeypatch):
     prose = demo.text_ids(tokenizer)
     monkeypatch.setattr(prompts.Writer, "code", prose[::-1])
     return prompts.Writer(tokenizer, prose)
@@ -60,14 +48,14 @@ def test_a_text_that_is_too_short_is_refused(writer):
         writer.long(200, 1)
 
 
-def test_a_function_is_judged_by_its_tests(prompts, monkeypatch):
+def test_a_function_is_judged_by_its_tests():
     expected = [json.dumps(PROBLEM)] * 4
     said = ["    return 2 * x\n\nprint(undefined)", "    return x", "    import sys; sys.exit(0)", "    return (\n2 * x\n)\nclass A:"]
     assert prompts.graded_by_running(said[:3], expected[:3]) == [1.0, 0.0, 0.0]
     assert [prompts.completion(text) for text in said[::3]] == ["    return 2 * x\n", "    return ("]
 
 
-def test_functions_follow_code_and_have_one_length(prompts, writer, tokenizer, monkeypatch):
+def test_functions_follow_code_and_have_one_length(writer, tokenizer, monkeypatch):
     longer = PROBLEM | {"prompt": "def twice(x):\n    '''Twice the number x, which is given.'''\n"}
     monkeypatch.setattr(prompts, "humaneval", lambda wheels: [PROBLEM, longer])
     after, alone = writer.humaneval(100, 2), writer.humaneval(0, 2)
@@ -91,15 +79,15 @@ PROGRAMS = {
 }
 
 
-def test_a_program_is_kept_within_limits(sandbox):
+def test_a_program_is_kept_within_limits():
     assert dict(zip(PROGRAMS, sandbox.all_end([*PROGRAMS]), strict=True)) == PROGRAMS
 
 
-def test_a_program_without_end_is_stopped(sandbox):
+def test_a_program_without_end_is_stopped():
     assert not sandbox.ends("while True: pass", seconds=0.5)
 
 
-def test_lost_and_won_are_of_the_same_problems(tasks):
+def test_lost_and_won_are_of_the_same_problems():
     dense, other = (
         {"right": "110010", "share": 0.5, "answers": [1, 2, 3, 4, 5, 6]},
         {"right": "011000", "share": 2 / 6, "answers": [1, 2, 3, 0, 0, 0]},
@@ -109,7 +97,7 @@ def test_lost_and_won_are_of_the_same_problems(tasks):
     assert tasks.right(other, dense) == "2 of 6, 33 ± 18 %; 2 / 1, p 1" and tasks.right(dense, dense) == "3 of 6, 50 ± 19 %"
 
 
-def test_caches_by_format_names_and_options(tasks):
+def test_caches_by_format_names_and_options():
     parse = tasks.Way.parse
     assert parse("dynamic").name == "`DynamicCache`"
     assert parse("int8:through=batching").name == "`int8`, continuous batching"
@@ -127,7 +115,7 @@ def test_caches_by_format_names_and_options(tasks):
             parse(wrong)
 
 
-def test_rows_and_tables(tasks, prompts, writer, tmp_path, capsys, monkeypatch):
+def test_rows_and_tables(writer, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(prompts, "humaneval", lambda wheels: [PROBLEM] * 2)
     monkeypatch.setitem(prompts.ANSWER, "humaneval", 4)
     file = tmp_path / "rows.jsonl"
@@ -150,7 +138,6 @@ def test_rows_and_tables(tasks, prompts, writer, tmp_path, capsys, monkeypatch):
 
 
 def test_the_table_of_the_readme(monkeypatch):
-    summary = importlib.import_module("summary")
     own = summary.rows
     same = {"what": "tasks", "model": summary.REAL, "dtype": "bfloat16", "count": 3, "seconds": 1.0}
     caches = {"dynamic": "110", "int8": "101"}
@@ -169,14 +156,14 @@ def test_the_table_of_the_readme(monkeypatch):
     assert not summary.tasks().lines
 
 
-def test_code_is_not_run_unasked(tasks, tmp_path, capsys):
+def test_code_is_not_run_unasked(tmp_path, capsys):
     with pytest.raises(SystemExit):
         tasks.main(["--model", "demo", "--tasks", "humaneval", "--out", str(tmp_path / "rows.jsonl")])
     assert "--tasks: humaneval runs code that the model writes: pass --run-code" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
-def test_batching_answers_as_a_cache(tasks, tmp_path):
+def test_batching_answers_as_a_cache(tmp_path):
     file = tmp_path / "rows.jsonl"
     tasks.main(["--model", "demo", "--device", "cuda", "--tasks", "facts", "--context", "400", "--limit", "2", "--out", str(file)]
                + ["--caches", "int8:through=batching", "dynamic:through=batching"])  # fmt: skip

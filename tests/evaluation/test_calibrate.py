@@ -6,13 +6,12 @@ import json
 import pytest
 import torch
 from transformers import DynamicCache
-from typer.testing import CliRunner
 
 from qkvcache import CompressedCache, calibrate, demo
-from qkvcache.cli import app
 from qkvcache.evaluation.calibrate import choose
 from qkvcache.evaluation.quality import Passages, divergence
 from qkvcache.formats import FormatByLayer, resolve
+from tests.command import refuses, run
 from tests.matrix import MODELS, by_layer, model
 
 SMALL = {"context": 90, "windows": 2, "read_on": 20}
@@ -96,10 +95,6 @@ def test_models_with_an_encoder_or_no_full_layer_are_refused():
     assert "t5" not in MODELS
 
 
-def run(*arguments: str):
-    return CliRunner(env={"COLUMNS": "160", "NO_COLOR": "1"}).invoke(app, arguments)
-
-
 def test_the_command(tmp_path):
     path = tmp_path / "demo.json"
     options = ("--context", "100", "--windows", "1", "--read-on", "16", "--device", "cpu")
@@ -124,5 +119,4 @@ def test_the_command(tmp_path):
     ],
 )
 def test_wrong_input_is_explained(arguments, says):
-    result = run("calibrate", "demo", *arguments)
-    assert result.exit_code == 2 and says in result.output, result.output
+    refuses(says, "calibrate", "demo", *arguments)

@@ -5,11 +5,13 @@ import torch
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, demo
-from qkvcache.evaluation.quality import Passages, RecallSet, at_once, divergence, held_bytes, prefill, recall, steps
+from qkvcache.evaluation.quality import Passages, RecallSet, at_once, divergence, held_bytes, prefill, recall, steps, stream
 from qkvcache.policies import H2O, KeyDiff, KVzip, SinkWindow
 from qkvcache.releases import passing
 from tests.matrix import covering
 from tests.matrix import model as tiny
+from tests.reference import assert_close
+from tests.tolerance import of_model
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +130,14 @@ def test_reading_at_once_what_should_come_one_by_one_is_seen(loaded):
             model(ids[:, :200], **passing(cache))
             found.append(torch.cat(list(steps(model, cache, ids[:, 200:], size)), dim=1))
     assert (found[0] - found[1]).abs().max() > 0.01
+
+
+def test_chunks_of_a_stream_do_not_change_the_loss(loaded):
+    model, _, ids = loaded
+    ids = torch.tensor(ids[:202]).view(2, -1)
+    whole, parts = (torch.cat(list(stream(model, DynamicCache(config=model.config), ids, n)), dim=1) for n in (100, 33))
+    assert whole.shape == (2, 100)
+    assert_close(whole, parts, of_model(model, 100))
+    with torch.no_grad():
+        loss = model(ids, labels=ids).loss
+    assert_close(whole.mean(), loss, of_model(model, 100))

@@ -135,7 +135,6 @@ def test_device_map(capsys):
 
 
 @batching
-@pytest.mark.filterwarnings("ignore:continuous batching on compressed pages has no kernels")
 def test_a_batch_beside_transformers_own_pages(capsys):
     dense, four = load("batch").main(["--prompts", "4", "--new-tokens", "4", "--dtype", "float32", "--pool-mb", "20"])
     assert four["tokens"] > 3 * dense["tokens"]
@@ -144,25 +143,18 @@ def test_a_batch_beside_transformers_own_pages(capsys):
 
 
 @batching
-@pytest.mark.filterwarnings("ignore:continuous batching on compressed pages has no kernels")
 def test_a_client_of_the_server(capsys):
     pytest.importorskip("openai")
-    pytest.importorskip("uvicorn")
-    from qkvcache.batching.server import Server
-    from tests.batching.requests import listening
+    from tests.batching.clients import address, served
 
-    options = {"host": "127.0.0.1", "port": 0, "device": "cpu", "dtype": "float32", "cb_num_blocks": 8, "cb_max_batch_tokens": 256}
-    server = Server("demo", {"format": "int8"}, metrics_interval=0, **options)
-    with listening(server):
-        host, port = server.server.servers[0].sockets[0].getsockname()
-        asked = ["--model", "demo", "--raw", "--new-tokens", "4", "--url", f"http://{host}:{port}/v1"]
+    with served() as server:
+        asked = ["--model", "demo", "--raw", "--new-tokens", "4", "--url", f"{address(server)}/v1"]
         answers = load("serve_client").main([*asked, f"The code word of Anna is dilzon. {ASKED}", "The"])
     assert answers[0]["text"].startswith(" dilzon") and [answer["tokens"] for answer in answers] == [4, 4]
     assert "2 requests" in capsys.readouterr().out
 
 
 @batching
-@pytest.mark.filterwarnings("ignore:continuous batching on compressed pages has no kernels")
 def test_a_batch_with_accelerate():
     state = pytest.importorskip("accelerate").PartialState
     try:

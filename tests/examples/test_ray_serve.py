@@ -3,7 +3,6 @@
 import json
 import re
 import socket
-import urllib.error
 import urllib.request
 
 import pytest
@@ -11,6 +10,7 @@ import typer
 
 from qkvcache import demo
 from qkvcache.commands import batching
+from tests.batching.clients import COMPLETIONS, send
 from tests.batching.requests import PATIENCE, until
 from tests.batching.test_sessions import in_thread
 from tests.examples.load import EXAMPLES
@@ -18,11 +18,9 @@ from tests.examples.load import EXAMPLES
 SESSION = {"x-session-id": "a session"}
 
 
-def ask(address: str, prompt: str, **options) -> bytes:
-    body = json.dumps({"prompt": prompt, "max_tokens": 4, "temperature": 0, **options}).encode()
-    request = urllib.request.Request(f"{address}/v1/completions", body, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
-        return answer.read()
+def ask(address: str, prompt: str, **options):
+    """Status and body of an answer."""
+    return send(address, COMPLETIONS, {"prompt": prompt, "max_tokens": 4, "temperature": 0, **options})[:2]
 
 
 def turns(address: str, folder, numbers, said: str = "") -> tuple[str, list[dict]]:
@@ -30,7 +28,7 @@ def turns(address: str, folder, numbers, said: str = "") -> tuple[str, list[dict
     text, usages = demo.text(), []
     for turn in numbers:
         said += text[700 * turn : 700 * turn + 350]
-        answer = json.loads(ask(address, said))
+        _, answer = ask(address, said)
         said += answer["choices"][0]["text"]
         usages.append(answer["usage"])
         pages = (usages[-1]["total_tokens"] - 1) // 256
@@ -86,13 +84,11 @@ def test_a_conversation_survives_its_replicas(replicas, tmp_path):
 @pytest.mark.slow
 def test_streams_and_refusals_are_those_of_the_server(replicas):
     _, address = replicas
-    events = [line for line in ask(address, "The", stream=True).split(b"\n\n") if line]
-    assert events[-1] == b"data: [DONE]" and len(events) > 4
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        ask(address, "The", max_tokens=0)
-    assert refused.value.code == 400 and b"max_tokens" in refused.value.read()
-    with urllib.request.urlopen(f"{address}/v1/models", timeout=PATIENCE) as answer:
-        assert json.load(answer)["data"][0]["id"] == "demo"
+    status, events = ask(address, "The", stream=True)
+    assert status == 200 and len(events) > 3
+    status, answer = ask(address, "The", max_tokens=0)
+    assert status == 400 and answer["error"]["param"] == "max_tokens"
+    assert send(address, "/v1/models")[1]["data"][0]["id"] == "demo"
 
 
 @pytest.mark.slow
@@ -103,8 +99,7 @@ def test_a_client_that_leaves_frees_its_pages(replicas):
         assert answer.readline().startswith(b"data: {")
 
     def metrics() -> str:
-        with urllib.request.urlopen(urllib.request.Request(f"{address}/metrics", headers=SESSION), timeout=PATIENCE) as answer:
-            return answer.read().decode()
+        return send(address, "/metrics", **SESSION)[1]
 
     assert until(lambda: "\nqkvcache_running 0\n" in metrics()) and 'outcome="cancelled"} 1' in metrics()
 

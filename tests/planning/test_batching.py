@@ -7,12 +7,11 @@ import re
 import pytest
 import torch
 from transformers import PretrainedConfig
-from typer.testing import CliRunner
 
 from qkvcache import formats, plan
-from qkvcache.cli import app
 from qkvcache.planning import plan_all
 from qkvcache.planning.batching import fitting
+from tests.command import run
 from tests.matrix import MODELS, model
 from tests.releases import BATCHING
 
@@ -159,10 +158,6 @@ def test_wrong_input_is_explained(config, options, says):
 def test_models_that_pages_cannot_hold(config):
     with pytest.raises(NotImplementedError, match="linear_attention"):
         plan(MODELS["qwen3_next"](), requests=MIX, gpu_memory=FREE, weights_memory=WEIGHTS)
-
-
-def run(*arguments: str):
-    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, arguments)
 
 
 def test_commands():

@@ -41,19 +41,21 @@ def read(name: str, prompt: int, steps: int, **options) -> CompressedCache:
     return cache
 
 
-def drive(name: str, prompt: int, steps: int, **options) -> CompressedCache:
+def drive(name: str, prompt: int, steps: int, rows: int = ROWS, **options) -> CompressedCache:
     """The same without the model: keys and values, and the attention on them where a policy looks at it."""
     config = MODELS[name]()
     cache = CompressedCache(config, **options)
     for layer, shape in zip(cache.layers, shapes(config, 4), strict=True):
         for tokens in (prompt, *[1] * steps):
-            new = torch.rand(ROWS, shape.heads, tokens, shape.head_dim)
-            queries = torch.rand(ROWS, shape.query_heads, tokens, shape.head_dim)
+            new = torch.rand(rows, shape.heads, tokens, shape.head_dim)
+            queries = torch.rand(rows, shape.query_heads, tokens, shape.head_dim)
             layer.update(new, new)
             if isinstance(layer, EvictingLayer):
                 layer.begin_attention(None, queries, 1.0)
                 columns = layer.stored + tokens
-                layer.end_attention(torch.rand(ROWS, shape.heads, columns) if layer.policy.observation_window else None)
+                if layer.is_static and tokens == 1:
+                    columns = layer.num_sink_tokens + layer.storage.slots + layer.residual_length + 1
+                layer.end_attention(torch.rand(rows, shape.heads, columns) if layer.policy.observation_window else None)
     return cache
 
 
@@ -225,22 +227,6 @@ def test_far_from_the_prompt_chunks_count_as_one_by_one():
             assert planned.request.exact == 3 * 2 * 2 * 32 * 4 * (4 + 65)
 
 
-def drive_static(config, prompt: int, steps: int, rows: int, **options) -> CompressedCache:
-    cache = CompressedCache(config, **options)
-    for layer, shape in zip(cache.layers, shapes(config, 4), strict=True):
-        for tokens in (prompt, *[1] * steps):
-            new = torch.rand(rows, shape.heads, tokens, shape.head_dim)
-            queries = torch.rand(rows, shape.query_heads, tokens, shape.head_dim)
-            layer.update(new, new)
-            if isinstance(layer, EvictingLayer):
-                fixed = layer.is_static and tokens == 1
-                layer.begin_attention(None, queries, 1.0)
-                columns = layer.num_sink_tokens + layer.storage.slots + layer.residual_length + 1 if fixed else layer.stored + tokens
-                attention_sums = torch.rand(rows, shape.heads, columns) if layer.policy.observation_window else None
-                layer.end_attention(attention_sums)
-    return cache
-
-
 COUNTERS = 200
 """Bytes a layer that no plan counts: counters, addresses, what rows have seen."""
 
@@ -253,7 +239,7 @@ def test_preallocated_caches(policy, rows):
     for format in formats:
         for skip_layers in ((), (1,)) if policy in ("none", "h2o") else ((),):
             options = {"format": FORMATS[format], "policy": ALL_POLICIES[policy](40), "skip_layers": skip_layers, "max_length": 700}
-            memory = drive_static(config, 150, 2, rows, **options).memory()
+            memory = drive("llama", 150, 2, rows, **options).memory()
             planned = plan(config, context=152, batch=rows, dtype=torch.float32, **options)
             for part in ("codes", "scales", "exact"):
                 assert abs(rows * getattr(planned.request, part) - getattr(memory, part)) < 3 * 8 * rows + 1, part  # frozen scales, twice

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
 
+import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Cache, LlamaConfig, LlamaForCausalLM
 
+from qkvcache import CompressedCache
 from qkvcache.formats import Identity
 from qkvcache.layers.compressed import CompressedLayer
 from tests.seeds import SEED
@@ -15,6 +26,8 @@ from tests.tolerance import same_decoded
 
 LAYERS, HEADS, DIM, WORDS = 2, 2, 32, 100
 IDENTITY = Identity().codecs()
+ZONES = {"num_sink_tokens": 2, "residual_length": 8}
+FORK = get_context("fork")
 
 
 @functools.lru_cache
@@ -64,3 +77,63 @@ def same(cache: Cache, expected: list[Tensor], tokens: int) -> bool:
 
 def random_ids(count: int, seed: int = 0) -> Tensor:
     return torch.randint(3, WORDS, (count,), generator=torch.Generator().manual_seed(SEED + seed))
+
+
+def compressed(ids: Tensor, format="int8", **options) -> CompressedCache:
+    """A cache of `model()` that has seen `ids`."""
+    return fill(CompressedCache(model().config, format=format, **ZONES | options), ids)
+
+
+# Files that something happens to.
+
+
+def begin_of(content: bytes) -> int:
+    """Where the tensors of a safetensors file begin."""
+    return 8 + struct.unpack("<Q", content[:8])[0]
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    content = path.read_bytes()
+    return json.loads(content[8 : begin_of(content)])["__metadata__"]
+
+
+def rewrite(path: Path, change: Callable[[dict, dict], object]) -> None:
+    """Changes the tensors of a file, by name, and its metadata."""
+    tensors, data = load_file(path), metadata_of(path)
+    change(tensors, data)
+    save_file(tensors, path, metadata=data)
+
+
+def flipped(content: bytes, at: int = -9) -> bytes:
+    """With a bit of another value."""
+    changed = bytearray(content)
+    changed[at] ^= 1
+    return bytes(changed)
+
+
+DAMAGES = {"cut": lambda content: content[:-1], "flipped": flipped, "empty": lambda content: b""}
+
+
+@contextmanager
+def failing_open(patch: pytest.MonkeyPatch, name: str, code: int = errno.EACCES) -> Iterator[None]:
+    """Files whose path ends with, or holds, `name` cannot be opened."""
+
+    def fails(path, *args, open=os.open):
+        if name in str(path):
+            raise OSError(code, os.strerror(code))
+        return open(path, *args)
+
+    with patch.context() as within:
+        within.setattr(os, "open", fails)
+        yield
+
+
+def received(pipe) -> list:
+    """What a process that was killed has still sent."""
+    found = []
+    while pipe.poll():
+        try:
+            found.append(pipe.recv())
+        except EOFError:
+            break
+    return found

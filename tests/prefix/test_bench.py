@@ -1,12 +1,11 @@
 """The benchmark script, on a model as small as can be."""
 
-import importlib
-
+import bench_prefix as script
 from harness import read_rows
 
 
 def test_the_script_measures_and_checks(tmp_path, capsys):
-    script, out = importlib.import_module("bench_prefix"), tmp_path / "rows.jsonl"
+    out = tmp_path / "rows.jsonl"
     script.main(["--tiny", "--tokens", "400", "--repeats", "1", "--out", str(out), "--directory", str(tmp_path)])
     rows = read_rows(out)
     assert [row["format"] for row in rows] == ["int8", "turboquant_4bit_nc"]
@@ -21,7 +20,7 @@ def test_the_script_measures_and_checks(tmp_path, capsys):
 
 
 def test_a_hybrid_resumes_at_ends_and_checkpoints(tmp_path, capsys):
-    script, out = importlib.import_module("bench_prefix"), tmp_path / "rows.jsonl"
+    out = tmp_path / "rows.jsonl"
     script.main(["--section", "hybrids", "--tiny", "--tokens", "256", "--out", str(out)])
     found = {(row["scenario"], row["way"]): row for row in read_rows(out)}
     reused = {case: row["reused"] for case, row in found.items()}

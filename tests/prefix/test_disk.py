@@ -1,36 +1,26 @@
 """Entries as files: whole or not there, whatever happens to the process or to the file."""
 
 import errno
-import json
-import multiprocessing
 import os
 import random
 import shutil
 import signal
-import struct
 import time
 import warnings
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from qkvcache import CompressedCache, PrefixStore, files
 from qkvcache.prefix import disk, snapshot_file
 from qkvcache.releases import passing
-from tests.prefix.made import fill, held, model, random_ids, same
+from tests.prefix.made import FORK, ZONES, compressed, failing_open, flipped, held, model, random_ids, received, rewrite, same
 from tests.seeds import SEED
-
-ZONES = {"num_sink_tokens": 2, "residual_length": 8}
-FORK = multiprocessing.get_context("fork")
 
 
 def store(directory, **options) -> PrefixStore:
     return PrefixStore(model(), **{"max_bytes": 2**26, "directory": directory} | ZONES | options)
-
-
-def compressed(ids) -> CompressedCache:
-    return fill(CompressedCache(model().config, format="int8", **ZONES), ids)
 
 
 def test_an_entry_that_is_on_disk_is_not_written_again(tmp_path):
@@ -51,10 +41,8 @@ def test_an_entry_that_is_on_disk_is_not_written_again(tmp_path):
 
 def test_a_damaged_file_is_replaced_by_its_tokens(two):
     path, first, _ = two
-    content = bytearray(path.read_bytes())
-    content[-9] ^= 1
     kept = store(path.parent)
-    path.write_bytes(content)
+    path.write_bytes(flipped(path.read_bytes()))
     with pytest.warns(UserWarning, match="changed"):
         assert kept.store(first, compressed(first)) and kept.stats.stored == 1
     assert store(path.parent).fetch(first).kind == "exact"
@@ -101,16 +89,6 @@ def test_what_is_no_regular_file_is_not_opened(two, kind):
         assert kept._disk.read_page(path.name) is None
 
 
-@pytest.mark.parametrize("share", [0.001, 0.1, 0.4, 0.6, 0.9, 0.999])
-def test_a_flipped_bit_is_found(two, share):
-    path = two[0]
-    content = bytearray(path.read_bytes())
-    begin = 8 + struct.unpack("<Q", content[:8])[0]
-    content[begin + int(share * (len(content) - begin))] ^= 1
-    path.write_bytes(content)
-    refused(*two, "changed")
-
-
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(snapshot_file, "CHUNK", 1024)
@@ -119,19 +97,16 @@ def small_chunks(monkeypatch):
 def test_every_part_of_a_fetch_is_checked_and_no_other(small_chunks, two):
     """A flipped bit in the last tokens is no reason not to use the first ones."""
     path, first, _ = two
-    tensors = load_file(path)
-    (name,) = [name for name in tensors if name.startswith("1.value.region.codes")]
-    tensors[name][0, 1, -1, 0] ^= 1
-    save_file(tensors, path, metadata=disk_metadata(path))
+
+    def change(tensors, data) -> None:
+        (name,) = [name for name in tensors if name.startswith("1.value.region.codes")]
+        tensors[name][0, 1, -1, 0] ^= 1
+
+    rewrite(path, change)
     kept = store(path.parent)
     assert kept.fetch(first[:1500]).source == "disk"
     with pytest.warns(UserWarning, match="layer 1 were changed"):
         assert kept.fetch(first).kind == "miss"
-
-
-def disk_metadata(path) -> dict[str, str]:
-    content = path.read_bytes()
-    return json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])["__metadata__"]
 
 
 @pytest.mark.parametrize(
@@ -152,10 +127,7 @@ def disk_metadata(path) -> dict[str, str]:
     ],
 )
 def test_a_tampered_file_is_skipped(two, change, says):
-    path = two[0]
-    tensors, data = load_file(path), disk_metadata(path)
-    change(tensors, data)
-    save_file(tensors, path, metadata=data)
+    rewrite(two[0], change)
     refused(*two, says)
 
 
@@ -196,15 +168,11 @@ def test_a_file_that_cannot_be_read_is_a_miss_until_it_can(two, monkeypatch, cod
     path, first, _ = two
     kept, again = store(path.parent), store(path.parent)
     assert kept.fetch(first[:10]).kind == "miss"  # it has read the header
-
-    def fails(name, *args, open=os.open):
-        if str(name) == str(path):
-            raise OSError(code, os.strerror(code))
-        return open(name, *args)
-
     for one in (kept, again):
-        with monkeypatch.context() as patch, pytest.warns(UserWarning, match=f"stays, and cannot be read: .*{os.strerror(code)}"):
-            patch.setattr(os, "open", fails)
+        with (
+            failing_open(monkeypatch, path.name, code),
+            pytest.warns(UserWarning, match=f"stays, and cannot be read: .*{os.strerror(code)}"),
+        ):
             assert one.fetch(first).kind == "miss"
         assert path.exists() and one.fetch(first).kind == "exact" and not one.stats.skipped
 
@@ -349,11 +317,7 @@ def test_killing_a_writer_loses_at_most_the_entry_being_written(tmp_path, monkey
             pass
         os.kill(child.pid, signal.SIGKILL)
         child.join()
-        while receive.poll():
-            try:
-                written.append(receive.recv())
-            except EOFError:
-                break
+        written += received(receive)
         leftovers += len(list(tmp_path.glob("*.writing")))
         kept.trim(0, kept.stats.disk_bytes)
         assert not list(tmp_path.glob("*.writing"))  # of a dead process

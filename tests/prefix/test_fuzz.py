@@ -23,7 +23,7 @@ from qkvcache.prefix import snapshot_file
 from qkvcache.prefix.snapshot import Snapshot, check, snapshot
 from qkvcache.releases import passing
 from tests import matrix
-from tests.prefix.made import WORDS, model
+from tests.prefix.made import WORDS, begin_of, model
 from tests.seeds import SEED
 
 MUTATIONS = 400 if matrix.ALL else 150
@@ -116,7 +116,7 @@ def bounded():
 
 def bytes_changed(path: Path, content: bytes, chance: random.Random) -> bytes:
     """A bit, a cut, a gap or foreign bytes; in the header as often as in the tensors."""
-    begin = 8 + struct.unpack("<Q", content[:8])[0]
+    begin = begin_of(content)
     at = chance.randrange(begin) if chance.random() < 0.5 else chance.randrange(begin, len(content))
     how = chance.randrange(5)
     if how == 0:
@@ -134,7 +134,7 @@ def bytes_changed(path: Path, content: bytes, chance: random.Random) -> bytes:
 
 def signed(path: Path, content: bytes, chance: random.Random) -> bytes:
     """The file with one part of its form changed, under digests that fit."""
-    data = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])["__metadata__"]
+    data = json.loads(content[8 : begin_of(content)])["__metadata__"]
     tensors, header = dict(sorted(load(content).items())), json.loads(data["header"])  # `load` has no order of its own
     forms = {name: (x.shape, x.dtype) for name, x in tensors.items()}
     name = chance.choice(list(tensors))

@@ -129,15 +129,6 @@ def test_beams_and_samples_fork_from_one_entry(format):
     assert kept.fetch(ids).cache.layers[0].rows == 1
 
 
-def test_rows_of_a_batch_that_are_equal_share_one_entry():
-    kept = store()
-    ids = prompt(30).expand(2, -1)
-    for _ in range(2):
-        with kept.reuse(ids) as past:
-            assert torch.equal(generate(kept.model, ids, past), generate(kept.model, ids))
-    assert len(kept) == 1 and kept.stats.hits["exact"] == 1
-
-
 def state(cache) -> list[torch.Tensor]:
     return [x for layer in cache.layers for _, x in layer.tensors()]
 

@@ -1,7 +1,6 @@
 """Pages of continuous batching in a store's memory and directory."""
 
 import errno
-import multiprocessing
 import os
 import resource
 import signal
@@ -16,9 +15,9 @@ from qkvcache.prefix import disk
 from qkvcache.prefix.disk import DiskStore
 from qkvcache.prefix.memory import MemoryStore
 from qkvcache.prefix.pages import StoredPages, links
+from tests.prefix.made import DAMAGES, FORK, failing_open, received
 from tests.seeds import SEED
 
-FORK = multiprocessing.get_context("fork")
 BYTES, SIZE = 4096, 4
 TOKENS = list(range(40))
 
@@ -86,7 +85,7 @@ def test_pages_come_back_from_memory_and_from_disk(tmp_path):
     assert held(memory, names) == [False] * 7 + [True] * 3
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:], lambda data: b""])
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_page_is_removed(tmp_path, damage):
     kept = pages(tmp_path)
     names = links(TOKENS, SIZE)
@@ -167,12 +166,7 @@ def test_killing_a_writer_loses_no_page_that_was_written(tmp_path, kills):
         time.sleep(0.0007 * (seed % 7))
         os.kill(child.pid, signal.SIGKILL)
         child.join()
-        last = seed % 5 - 1
-        while receive.poll():
-            try:
-                last = receive.recv()
-            except EOFError:
-                break
+        last = [seed % 5 - 1, *received(receive)][-1]
         kept = pages(tmp_path)
         found = held(kept, links([seed, *TOKENS], SIZE))
         assert found[: last + 1] == [True] * (last + 1) and sum(found) <= last + 2
@@ -191,14 +185,8 @@ def test_a_page_that_cannot_be_read_stays(tmp_path, monkeypatch, code):
     names = links(TOKENS, SIZE)
     write(kept, names)
     files, again = set(tmp_path.iterdir()), pages(tmp_path)
-
-    def fails(path, *args, open=os.open):
-        if names[4].hex() in str(path):
-            raise OSError(code, os.strerror(code))
-        return open(path, *args)
-
-    with monkeypatch.context() as patch, pytest.warns(UserWarning, match=f"stays, and cannot be read: .*{os.strerror(code)}"):
-        patch.setattr(os, "open", fails)
+    says = f"stays, and cannot be read: .*{os.strerror(code)}"
+    with failing_open(monkeypatch, names[4].hex(), code), pytest.warns(UserWarning, match=says):
         assert held(again, names) == [True] * 4 + [False] + [True] * 5
     assert set(tmp_path.iterdir()) == files and held(again, names) == [True] * 10
 

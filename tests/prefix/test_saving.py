@@ -2,14 +2,12 @@
 
 import copy
 import io
-import json
 import os
 import pickle
-import struct
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.testing import assert_close
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
@@ -17,8 +15,8 @@ from qkvcache import CompressedCache, TurboQuantCache, formats, policies
 from qkvcache.releases import passing
 from tests.evict.matrix import POLICIES
 from tests.matrix import covering, model
+from tests.prefix.made import ZONES, flipped, rewrite
 
-ZONES = {"num_sink_tokens": 2, "residual_length": 8}
 KINDS = {
     "growing": {"format": "turboquant_4bit_nc"},
     "preallocated": {"format": "int8", "max_length": 200},
@@ -152,37 +150,19 @@ def test_options_of_other_libraries_are_not_saved(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def header_of(path) -> dict[str, str]:
-    content = path.read_bytes()
-    return json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])["__metadata__"]
-
-
-def flipped(path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-9] ^= 1
-    path.write_bytes(content)
-
-
-def changed(change):
-    """A change of tensors by name and of the metadata."""
-
-    def rewrite(path) -> None:
-        tensors, data = load_file(path), header_of(path)
-        change(tensors, data)
-        save_file(tensors, path, metadata=data)
-
-    return rewrite
+def other_options(tensors, data) -> None:
+    data["header"] = data["header"].replace("true", "false", 1)
 
 
 DAMAGES = {
-    "flipped": (flipped, "contents of layer"),
+    "flipped": (lambda path: path.write_bytes(flipped(path.read_bytes())), "contents of layer"),
     "truncated": (lambda path: path.write_bytes(path.read_bytes()[:-100]), "truncated or damaged"),
     "empty": (lambda path: path.write_bytes(b""), "truncated or damaged"),
     "pickle": (lambda path: torch.save({}, path), "truncated or damaged"),
     "foreign": (lambda path: save_file({"x": torch.ones(1)}, path), "it is no saved cache"),
-    "version": (changed(lambda tensors, data: data.update(qkvcache_cache="99")), "version 99.*upgrade"),
-    "options": (changed(lambda tensors, data: data.update(header=data["header"].replace("true", "false", 1))), "header was changed"),
-    "missing": (changed(lambda tensors, data: tensors.pop("1.key.residual")), "layer 1 were changed"),
+    "version": (lambda path: rewrite(path, lambda tensors, data: data.update(qkvcache_cache="99")), "version 99.*upgrade"),
+    "options": (lambda path: rewrite(path, other_options), "header was changed"),
+    "missing": (lambda path: rewrite(path, lambda tensors, data: tensors.pop("1.key.residual")), "layer 1 were changed"),
     "folder": (lambda path: (path.unlink(), path.mkdir()), "no regular file"),
     "fifo": (lambda path: (path.unlink(), os.mkfifo(path)), "no regular file"),
 }

@@ -14,17 +14,11 @@ from qkvcache.prefix import Match, match, memory
 from qkvcache.prefix.snapshot import Snapshot
 from qkvcache.releases import passing
 from tests.matrix import COVER, FORMATS, by_layer
-from tests.prefix.made import WORDS, fill, held, keys_and_values, model, random_ids, same
-
-ZONES = {"num_sink_tokens": 2, "residual_length": 8}
+from tests.prefix.made import WORDS, ZONES, compressed, fill, held, keys_and_values, model, random_ids, same
 
 
 def store(format="int8", **options) -> PrefixStore:
     return PrefixStore(model(), max_bytes=2**26, format=format, **{"min_match_tokens": 4, "min_quantize_tokens": 16} | ZONES | options)
-
-
-def compressed(ids, format="int8", **options) -> CompressedCache:
-    return fill(CompressedCache(model().config, format=format, **ZONES | options), ids)
 
 
 def dense(ids) -> DynamicCache:

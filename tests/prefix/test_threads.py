@@ -10,10 +10,9 @@ import torch
 
 from qkvcache import CompressedCache, PrefixStore, attach
 from qkvcache.releases import passing
-from tests.prefix.made import fill, held, model, random_ids, same
+from tests.prefix.made import ZONES, compressed, fill, held, model, random_ids, same
 from tests.seeds import SEED
 
-ZONES = {"num_sink_tokens": 2, "residual_length": 8}
 THREADS = 6
 
 
@@ -64,8 +63,7 @@ def test_a_cache_of_other_tokens_is_not_stored():
     """Where a fetch, `generate` with an attached cache or the store itself has told which tokens the cache has seen."""
     network, ids, other = model(), random_ids(60), random_ids(80, 1)
     kept = PrefixStore(network, max_bytes=2**26, format="int8", **ZONES)
-    cache = fill(CompressedCache(network.config, format="int8", **ZONES), ids)
-    assert kept.store(ids, cache)
+    assert kept.store(ids, compressed(ids))
     found = kept.fetch(torch.cat([ids, other])).cache
     with attach(network, lambda config: CompressedCache(config, format="int8", **ZONES)):
         with pytest.raises(ValueError, match="token 0 of the prompt differs from the 60 tokens"):
