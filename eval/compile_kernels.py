@@ -168,7 +168,7 @@ def attention_to_latents(format: str, target: str, rows: int = 128, variant: str
     arch = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
     key = FORMATS[format].key.packed_layout
     assert key
-    hopper, launch = launches.on_hopper(arch, key, 512), launch or launches.launched(arch, rows, key, 512)
+    hopper, launch = launches.on_hopper(arch, key, (512, 64)), launch or launches.launched(arch, rows, key, (512, 64))
     job, chosen = attention(format, 512, target, variant.replace("chosen", "")), variant == "chosen"
     kernel = gluon_attend.attend_latents_kernel if hopper else triton_attend.attend_latents_kernel
     rope = LatentLayer(FORMATS[format], latents=(512, 64)).codecs((512, 64))[1].packed_layout

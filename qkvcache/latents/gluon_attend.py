@@ -26,6 +26,7 @@ from ..kernels.attend.triton_attend import (
     exact_columns,
     head_of,
     page_of,
+    split_of,
     tokens_of_split,
 )
 from ..kernels.device.math import MASKED_SCORE, exp2, inverse, log2
@@ -401,12 +402,11 @@ def attend_latents_kernel(
     KW: gl.constexpr = D // PER
     VW: gl.constexpr = P // V.per
     SWIZZLE: gl.constexpr = min(128, 2 * R)
-    split = gl.program_id(0)
+    each_query = gl.program_id(0).to(gl.int64)
     block = gl.program_id(1)
-    each_query = gl.program_id(2).to(gl.int64)
+    split, splits = split_of(EXACT)
     b = each_query
-    splits = gl.num_programs(0)
-    h = gl.program_id(2) * 0  # there is one head
+    h = gl.program_id(0) * 0  # there is one head
     r = block * R + gl.arange(0, R, OF_ROW)
     if CHOSEN:
         b = each_query // queries

@@ -24,15 +24,15 @@ from .reference import LEAST_SAVED
 from .triton_attend import attend_latents_kernel, choose_kernel, query_kernel
 
 
-def on_hopper(arch: int, key: PackedLayout, rank: int) -> bool:
-    """Whether `gluon_attend.py` serves latents of `rank` channels on GPUs of compute capability `arch`. Scales of groups of channels would
-    be in too many registers."""
-    return arch // 10 == 9 and not key.group and key.high != 1 and rank % (64 * key.per) == 0
+def on_hopper(arch: int, key: PackedLayout, dims: tuple[int, int]) -> bool:
+    """Whether `gluon_attend.py` serves latents and rotated keys of so many channels on GPUs of compute capability `arch`. Scales of groups
+    of channels would be in too many registers, and a plane of high bits has half of the rows of a product."""
+    return arch // 10 == 9 and dims == (MOST_RANK, MOST_CHANNELS - MOST_RANK) and not key.group and key.high != 1
 
 
-def launched(arch: int, rows: int, key: PackedLayout, rank: int) -> Launch:
+def launched(arch: int, rows: int, key: PackedLayout, dims: tuple[int, int]) -> Launch:
     """The launch for `rows` query rows, on NVIDIA GPUs of compute capability `arch`; 0: on others, and in the interpreter."""
-    if on_hopper(arch, key, rank):
+    if on_hopper(arch, key, dims):
         if rows <= 16:
             return Launch(64, 2, None, 2, 4, 16)
         return Launch(64, 2, None, 1, 8, 64)
@@ -152,7 +152,7 @@ def attend_latent_pages(
     rank, rope, empty = kind.constants["KEYS"].dim, kind.constants["VALUES"].dim, kind.empty
     arch, processors = architecture(device)
     rows, base2, exact, gathers = heads * queries, float(scaling * LOG2E.value), int(sinks + ring > 0), _gathers(inputs, mask, chosen)
-    launch = launched(arch, heads if gathers else rows, kind.use.key, rank)
+    launch = launched(arch, heads if gathers else rows, kind.use.key, (rank, rope))
     most = max(MOST_PARTIAL // (4 * batch * -(-heads // launch.rows) * launch.rows * rank * (exact + 1)), 1)
     if gathers and queries > most:
         parts = zip(query.split(most, 2), mask.split(most, 2), strict=True)  # type: ignore[union-attr]
@@ -191,7 +191,7 @@ def attend_latent_pages(
         mask_q=mask_strides[1], mask_t=mask_strides[2], scaling=base2, n_quantized=region,
     )  # fmt: skip
     held = call, layer.held, held_of(inputs, empty)
-    launches.attend((splits, blocks, groups), query, latent, rotated, factors, table, index, counts, shown, part, tops, held=held)
+    launches.attend((groups, blocks, splits), query, latent, rotated, factors, table, index, counts, shown, part, tops, held=held)
     out = query.new_empty_strided((batch, heads, queries, rank), launches.out_strides)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
     join = Held(splits=splits)
@@ -245,7 +245,7 @@ class LatentLaunches:
     def __init__(self, kind: Kind, shape: torch.Size, unmasked: bool, causal: bool, exact: int, gathers: bool, launch: Launch) -> None:
         (batch, heads, queries, _), device, use = shape, kind.empty.device, kind.use
         rank, rope, rows = kind.constants["KEYS"].dim, kind.constants["VALUES"].dim, heads * queries
-        hopper = on_hopper(architecture(device)[0], use.key, rank)
+        hopper = on_hopper(architecture(device)[0], use.key, (rank, rope))
         order, weights = _order_of_pieces(use.key, rank, device)
         rope_order, _ = _order_of_pieces(use.value, rope, device)
         kernel = gluon_kernel() if hopper else attend_latents_kernel

@@ -22,6 +22,7 @@ from ..kernels.attend.triton_attend import (
     head_of,
     hides_any,
     page_of,
+    split_of,
     tokens_of_split,
 )
 from ..kernels.attend.triton_tiles import (
@@ -175,9 +176,9 @@ def attend_latents_kernel(
     MASK: tl.constexpr, CAUSAL: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
     """Attention of `queries` queries of G heads over sinks, quantized tokens in pages and a residual (`PagedInputs`), split over
-    programs. Grid (splits, blocks of R query rows, B); with EXACT, split 0 is that of the exact tokens. Strides are in elements. Channels
+    programs. Grid (B, blocks of R query rows, splits); with EXACT, split 0 is that of the exact tokens. Strides are in elements. Channels
     are contiguous. Query row `r` is query `r % queries` of head `r // queries`. With CHOSEN, 1, each query reads tokens of its own: the
-    grid is (splits, blocks of R heads, B * queries), and `part` has B * queries for B.
+    grid is (B * queries, blocks of R heads, splits), and `part` has B * queries for B.
 
     query          [B, G, queries, D + P] model dtype: query_strides over rows, heads and queries
     q_latent       fp16 (the model's dtype for `half`) [B, G * queries, D], contiguous: rotated as stored, in the order of tiles;
@@ -206,12 +207,11 @@ def attend_latents_kernel(
     V_ONCE: tl.constexpr = VALUES.once
     K_STRIDES: tl.constexpr = KEYS.strides
     V_STRIDES: tl.constexpr = VALUES.strides
-    split = tl.program_id(0)
+    each_query = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    each_query = tl.program_id(2).to(tl.int64)
+    split, splits = split_of(EXACT)
     b = each_query
-    splits = tl.num_programs(0)
-    h = tl.program_id(2) * 0  # there is one head
+    h = tl.program_id(0) * 0  # there is one head
 
     r = block * R + tl.arange(0, R)
     if CHOSEN:

@@ -264,7 +264,7 @@ class Plan:
         self.has_sinks = form.sinks
         self.like = query.shape, query.stride(), query.dtype, *_sizes(inputs)
         self.splits, self.least = self._splits()
-        self.grid = self.splits, self.launches.blocks, self.launches.panels // self.launches.blocks
+        self.grid = self.launches.panels // self.launches.blocks, self.launches.blocks, self.splits
         self.entries = self.launches.panels * self.splits * self.launches.rows
         """Query rows of the partial outputs."""
         self.beside: Plan | None = None

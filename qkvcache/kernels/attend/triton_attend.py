@@ -445,6 +445,17 @@ def _store_region(out, at, state, live, V: tl.constexpr, DV: tl.constexpr, VW: t
 
 
 @triton.jit
+def split_of(EXACT: tl.constexpr):
+    """The split of a program, and how many there are. With EXACT, split 0, which is brief, runs last, and fills places of the GPU that
+    would wait for the longest programs."""
+    splits = tl.num_programs(2)
+    if EXACT:
+        return (tl.program_id(2) + 1) % splits, splits
+    else:
+        return tl.program_id(2), splits
+
+
+@triton.jit
 def tokens_of_split(span, many, least, T: tl.constexpr):
     """Tokens of each of `many` splits of `span` tokens: whole tiles of T tokens, and no fewer than `least`."""
     return tl.maximum(tl.cdiv(tl.cdiv(span, many), T) * T, least)
@@ -514,8 +525,8 @@ def attend_kernel(
 ):  # fmt: skip
     """Attention of `queries` queries over sinks, quantized tokens in pages, and a residual (`PagedInputs`), split over programs.
 
-    Grid (splits, blocks of R query rows, B * H); with EXACT, split 0 has the exact tokens. With ITEMS, the splits of all rows are
-    those of the items, and the grid is (N, blocks, H), as if N were the splits of one row. Strides are in elements, words of 16 bits for
+    Grid (B * H, blocks of R query rows, splits); with EXACT, split 0 has the exact tokens. With ITEMS, the splits of all rows are
+    those of the items, and the grid is (H, blocks, N), as if N were the splits of one row. Strides are in elements, words of 16 bits for
     packed codes. Channels are contiguous. Query row `r` of a KV head is query `r % queries` of query head `h * G + r // queries`; of an
     item for M rows, it is the query of head `h * G + r // M` of the row `r % M` of the item.
 
@@ -558,9 +569,9 @@ def attend_kernel(
     DV: tl.constexpr = VALUES.dim
     PAGE: tl.constexpr = PAGES[0]
     BASE: tl.constexpr = PAGES[1]
-    split = tl.program_id(0)
+    bh = tl.program_id(0)
     block = tl.program_id(1)
-    bh = tl.program_id(2)
+    split, splits = split_of(EXACT and not ITEMS)
     panel = (bh * tl.num_programs(1) + block).to(tl.int64)
     b = (bh // heads).to(tl.int64)
     h = bh % heads
@@ -602,10 +613,10 @@ def attend_kernel(
     visible = mask, b * mask_b + head * mask_h + number * mask_q, mask_t, total - queries + number
     if not ITEMS:  # the first tile begins at a multiple of T, so that no tile crosses a page
         origin = tl.maximum(first_token // T * T, skip)
-        each = tokens_of_split(tl.maximum(length - origin, 0), tl.maximum(tl.num_programs(0) - EXACT, 1), least, T)
+        each = tokens_of_split(tl.maximum(length - origin, 0), tl.maximum(splits - EXACT, 1), least, T)
         low = tl.multiple_of(origin + (split - EXACT) * each, T)
         high = tl.minimum(low + each, length)
-    entry = (panel * tl.num_programs(0) + split) * R
+    entry = (panel * splits + split) * R
     out = part + entry * DV
     out_row = tl.arange(0, R)
     m = tl.full([R], MASKED_SCORE, tl.float32)

@@ -34,6 +34,7 @@ from .triton_attend import (
     head_of,
     hides_any,
     page_of,
+    split_of,
     tokens_of_split,
 )
 
@@ -348,7 +349,7 @@ def attend_tiles_kernel(
     """Causal attention of the last `queries` tokens, which are among the residual, over sinks, quantized tokens in pages that heads share
     and the residual (`paged_inputs.PagedInputs`), split over programs.
 
-    Grid (splits, blocks of R query rows, B * H); with EXACT, split 0 has the exact tokens. Strides are in elements. Channels are
+    Grid (B * H, blocks of R query rows, splits); with EXACT, split 0 has the exact tokens. Strides are in elements. Channels are
     contiguous. Query row `r` of a KV head is query `r % queries` of query head `h * G + r // queries`.
 
     query          [B, H * G, queries, D] model dtype: query_strides over rows, heads and queries
@@ -372,9 +373,9 @@ def attend_tiles_kernel(
     V_ONCE: tl.constexpr = VALUES.once
     K_STRIDES: tl.constexpr = KEYS.strides
     V_STRIDES: tl.constexpr = VALUES.strides
-    split = tl.program_id(0)
+    bh = tl.program_id(0)
     block = tl.program_id(1)
-    bh = tl.program_id(2)
+    split, splits = split_of(EXACT)
     b = (bh // heads).to(tl.int64)
     h = bh % heads
 
@@ -397,7 +398,7 @@ def attend_tiles_kernel(
         blocks = chosen[0] + (b * table_b + h * table_h)
     if MASK:
         mask += b * mask_b
-    entry = ((bh * tl.num_programs(1) + block).to(tl.int64) * tl.num_programs(0) + split) * R
+    entry = ((bh * tl.num_programs(1) + block).to(tl.int64) * splits + split) * R
     out_row = tl.arange(0, R)
     out = part + entry * DV + out_row[:, None] * DV + tl.arange(0, DV)[None, :]
     q_rows = b * query_strides[0] + (h * G + row // queries) * query_strides[1] + number * query_strides[2]
@@ -429,7 +430,7 @@ def attend_tiles_kernel(
         tl.store(passing, q, mask=live[:, None])
         tl.debug_barrier()
         q = tl.load(passing)
-        each = tokens_of_split(length, tl.maximum(tl.num_programs(0) - EXACT, 1), least, T)
+        each = tokens_of_split(length, tl.maximum(splits - EXACT, 1), least, T)
         low = tl.multiple_of((split - EXACT) * each, T)
         high = tl.minimum(low + each, length)
         hides = STEP > 0
