@@ -1,7 +1,7 @@
 """The library's operations outside of `torch.autocast`, which would round scores, rotations and scales, and fails on codes.
 
-Keys, values and queries enter in the dtype that autocast gives to the inputs of `scaled_dot_product_attention`. Autocast is off for what
-follows.
+Keys, values and queries enter in the dtype that autocast gives to the inputs of
+`scaled_dot_product_attention`. Autocast is off for what follows.
 """
 
 from __future__ import annotations

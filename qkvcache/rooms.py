@@ -40,8 +40,8 @@ def registered(name: str) -> list[Any]:
 
 
 def option(name: str, value: Any) -> Any:
-    """The option `name` as the room that has it reads it; None for None. Raises what the room raises; NotImplementedError without the
-    room."""
+    """The option `name` as the room that has it reads it; None for None. Raises what the room raises;
+    NotImplementedError without the room."""
     if value is None:
         return None
     found = dict(registered("OPTIONS"))

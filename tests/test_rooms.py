@@ -9,7 +9,7 @@ import pytest
 rooms = pytest.importorskip("rooms")  # eval/rooms.py
 
 ROOT = Path(__file__).parent.parent
-CORE_LINES = 14_200
+CORE_LINES = 13_940
 """Of at most 110 columns. 10,500 is the target."""
 PARAMETERS = 45
 """Of a device function."""

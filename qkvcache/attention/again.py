@@ -1,10 +1,10 @@
 """Detecting a prompt that does not continue the text in the cache: transformers appends it silently.
 
-If the cache has seen N tokens, a wrong step begins at a position below N: another prompt of at most N tokens, or the
-whole text at every step (`use_cache=False`). A position below N proves this only if the mask hides no token, or if
-positions rise although the mask hides the step's last token (the mask is then too short for the step); padding, and
-tokens after padding on the right, may have any position. A longer prompt cannot be told from a continuation, since
-attention does not see token ids.
+If the cache has seen N tokens, a wrong step begins at a position below N: another prompt of at most N tokens,
+or the whole text at every step (`use_cache=False`). A position below N proves this only if the mask hides no
+token, or if positions rise although the mask hides the step's last token (the mask is then too short for the
+step); padding, and tokens after padding on the right, may have any position. A longer prompt cannot be told
+from a continuation, since attention does not see token ids.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """`CompressedKV`: the object that a compressed layer returns from `update` in place of a key or value tensor.
 
-It is a plain object, not a Tensor subclass: building it costs a tenth, and torch.compile traces it. It has the shape
-attributes that attention code reads, supports the views that attention code takes (`repeat_kv`, `k.transpose(2, 3)`,
-`k.reshape(B * H, T, D)`), and runs both matmuls of eager attention (`baddbmm` too) and `scaled_dot_product_attention` on
-the codes. Every other operation dequantizes the layer, which is correct but slow.
+It is a plain object, not a Tensor subclass: building it costs a tenth, and torch.compile traces it. It has
+the shape attributes that attention code reads, supports the views that attention code takes (`repeat_kv`,
+`k.transpose(2, 3)`, `k.reshape(B * H, T, D)`), and runs both matmuls of eager attention (`baddbmm` too) and
+`scaled_dot_product_attention` on the codes. Every other operation dequantizes the layer, which is correct but
+slow.
 """
 
 from __future__ import annotations
@@ -240,8 +241,8 @@ class CompressedKV:
 
 
 def of_one_update(key: Any, value: Any) -> bool:
-    """Whether one `update` returned these keys and values, changed by `repeat_kv` at most. Only then can attention run
-    on their codes."""
+    """Whether one `update` returned these keys and values, changed by `repeat_kv` at most. Only then can
+    attention run on their codes."""
     return (
         isinstance(key, CompressedKV)
         and isinstance(value, CompressedKV)
@@ -254,8 +255,8 @@ def of_one_update(key: Any, value: Any) -> bool:
 
 
 def as_the_model_has_them(key: Any, value: Any) -> tuple[Tensor, Tensor]:
-    """Dequantizes keys and values that the model changed after `update`. Raises NotImplementedError if their layer follows the attention to
-    them as they were."""
+    """Dequantizes keys and values that the model changed after `update`. Raises NotImplementedError if their
+    layer follows the attention to them as they were."""
     for side in (key, value):
         if isinstance(side, CompressedKV) and side.observer is not None:
             side.observer.refuse("the model changes its keys or values after the cache returned them")

@@ -31,8 +31,8 @@ def remember(cache: Any, ids: Any) -> None:
 
 
 def generate(stock: Callable[..., Any], config: Any, *args: Any, **options: Any) -> Any:
-    """`stock(*args, **options)`, the `generate` of a model with the generation `config`. Raises ValueError if the cache among the options
-    has seen other tokens than the prompt begins with."""
+    """`stock(*args, **options)`, the `generate` of a model with the generation `config`. Raises ValueError if
+    the cache among the options has seen other tokens than the prompt begins with."""
     ids = next((x for x in (*args[:1], options.get("inputs"), options.get("input_ids")) if x is not None), None)
     cache = next((x for name in ("cache", "past_key_values") if (x := options.get(name)) is not None), None)
     check_continues(cache, ids)

@@ -1,7 +1,7 @@
 """The attention implementation `qkvcache` on plain tensors.
 
-`full_attention` is a prefill with softcap and attention sinks, in blocks of queries. transformers' sdpa supports
-neither, and its eager function allocates the scores of all queries at once.
+`full_attention` is a prefill with softcap and attention sinks, in blocks of queries. transformers' sdpa
+supports neither, and its eager function allocates the scores of all queries at once.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def full_attention(
     position_bias: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of queries `[B, Hq, Q, D]` over keys and values `[B, H, T, D]`; returns `[B, Q, Hq, Dv]`, as transformers expects.
-    `position_bias` `[B or 1, Hq, Q, T]` is added to the scores. Raises NotImplementedError for dropout and for `others` that may change the
-    result."""
+    """Attention of queries `[B, Hq, Q, D]` over keys and values `[B, H, T, D]`; returns `[B, Q, Hq, Dv]`, as
+    transformers expects. `position_bias` `[B or 1, Hq, Q, T]` is added to the scores. Raises
+    NotImplementedError for dropout and for `others` that may change the result."""
     if dropout:
         raise NotImplementedError("attention dropout is for training: call model.eval(), or use another attn_implementation")
     if names := unknown(NAME, others):

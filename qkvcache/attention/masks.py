@@ -54,8 +54,8 @@ def kernel_options(implementation: str, query: Tensor, keywords: dict[str, Any])
 
 
 def lower_right(queries: int, tokens: int) -> CausalBias | None:
-    """The causal mask of the last `queries` of `tokens` tokens in the form for which sdpa runs flash attention; None
-    where torch cannot make it."""
+    """The causal mask of the last `queries` of `tokens` tokens in the form for which sdpa runs flash
+    attention; None where torch cannot make it."""
     from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: a second, unless a model is loaded
 
     try:
@@ -69,8 +69,8 @@ def visible(
 ) -> tuple[Tensor | None, bool]:
     """`(mask, causal)` for the last `queries` of `tokens` tokens: mask bool or additive, broadcastable to `[B, Hq, Q, T]`, or None.
 
-    flash passes a 2-D padding mask over the keys, and window and causality as keywords; flex passes index functions; the others pass the
-    4-D mask, or None for causal attention. A `position_bias` keyword is added.
+    flash passes a 2-D padding mask over the keys, and window and causality as keywords; flex passes index
+    functions; the others pass the 4-D mask, or None for causal attention. A `position_bias` keyword is added.
     """
     bias = options.get("position_bias")
     if isinstance(mask, BlockMask):
@@ -130,10 +130,11 @@ COMPARED = 2**26
 
 
 def once(what: str, given: Any, state: tuple, module: Any, find: Callable[[], T]) -> T:
-    """Caches `find()` for one step of a thread: it reads `given`, and so waits for the device, and all layers ask the same question. A
-    caller may write into masks and positions between steps. A tensor has a version that tells, except in inference mode. Without a
-    version, a result serves layers in ascending order: a layer that does not come after the last one begins another step. `module`: the
-    attention that asks, which has a `layer_idx`."""
+    """Caches `find()` for one step of a thread: it reads `given`, and so waits for the device, and all layers
+    ask the same question. A caller may write into masks and positions between steps. A tensor has a version
+    that tells, except in inference mode. Without a version, a result serves layers in ascending order: a
+    layer that does not come after the last one begins another step. `module`: the attention that asks, which
+    has a `layer_idx`."""
     version = given._version if isinstance(given, Tensor) and not given.is_inference() else None
     state, layer, last = (*state, version), getattr(module, "layer_idx", None), getattr(_last, what, None)
     if last is None or last.given() is not given or last.state != state or (version is None and not _follows(layer, last.layer)):
@@ -194,8 +195,8 @@ class NewTokens:
 def new_tokens(
     implementation: str, module: Any, mask: Any, batch: int, queries: int, device: torch.device, tokens: int | None = None
 ) -> NewTokens:
-    """The part over the last `queries` of `tokens` tokens of the `mask` given to the attention `module`. `tokens`: the columns of the mask
-    that stand for tokens; None: all."""
+    """The part over the last `queries` of `tokens` tokens of the `mask` given to the attention `module`.
+    `tokens`: the columns of the mask that stand for tokens; None: all."""
     new = mask_of_new(implementation, mask, batch, queries, device, tokens)
     if new is None:
         return NewTokens(None, None, True)
@@ -268,8 +269,8 @@ def joined(valid: Tensor | None, new: Tensor | None, query: Tensor, tokens: int)
 
 
 def joined_by_head(paged: PagedInputs, new: NewTokens, query: Tensor) -> Tensor:
-    """A mask over the pages of each head, `[B, Hq, Q, T]`, bool or additive as `new` is. A column is the index of a
-    token in its head; the last columns of a head are the tokens of the queries `[B, Hq, Q, D]`."""
+    """A mask over the pages of each head, `[B, Hq, Q, T]`, bool or additive as `new` is. A column is the
+    index of a token in its head; the last columns of a head are the tokens of the queries `[B, Hq, Q, D]`."""
     batch, query_heads, queries, _ = query.shape
     mask = _causal(queries, query.device)[None, None] if new.mask is None else new.mask
     lengths: Tensor = paged.pages.lengths  # type: ignore[assignment]

@@ -20,8 +20,8 @@ OWN_ATTENTION = frozenset((
 
 
 def code_of(config: PreTrainedConfig) -> ModuleType | None:
-    """The module beside the config's module or, for a model that shares the code of another one (Sarvam uses DeepSeek's code, EXAONE uses
-    Llama's), where transformers finds it; None if there is none."""
+    """The module beside the config's module or, for a model that shares the code of another one (Sarvam uses
+    DeepSeek's code, EXAONE uses Llama's), where transformers finds it; None if there is none."""
     kinds = type(config).__mro__[: type(config).__mro__.index(PreTrainedConfig)]
     for kind in kinds:
         package, _, name = kind.__module__.rpartition(".")

@@ -41,9 +41,10 @@ awaited: dict[int, tuple[weakref.ref, list[weakref.WeakMethod]]] = {}
 
 
 def await_attention(keys: Tensor | AttentionInputs, callback: Callable[[PlainAttention], PlainAttention | None]) -> None:
-    """Calls `callback`, a bound method, when attention receives `keys`, plain ones or the inputs of compressed ones, once for each layer
-    that shares them. The callback returns the attention with a new mask or with its output, or None to leave the mask; only over plain
-    keys can it change anything. Keeps neither the keys nor the method's object alive."""
+    """Calls `callback`, a bound method, when attention receives `keys`, plain ones or the inputs of
+    compressed ones, once for each layer that shares them. The callback returns the attention with a new mask
+    or with its output, or None to leave the mask; only over plain keys can it change anything. Keeps neither
+    the keys nor the method's object alive."""
     at = id(keys)
     if at not in awaited:
         awaited[at] = weakref.ref(keys, lambda _: awaited.pop(at, None)), []

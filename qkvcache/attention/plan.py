@@ -16,8 +16,7 @@ class AttentionPlan:
     """Attention of one query for each row, on the codes, under one mask and the same keywords in each layer.
 
     Args:
-        kernels: the plan of the kernels (`kernels.plan.Plan`).
-        others as in `route`.
+        kernels: the plan of the kernels (`kernels.plan.Plan`). others as in `route`.
     """
 
     def __init__(self, kernels: Any, implementation: str, module: torch.nn.Module, mask: Any, keywords: dict[str, Any]) -> None:

@@ -1,17 +1,17 @@
 """The entry into transformers models: `install` wraps what `AttentionInterface.get_interface` returns, once.
 
-The first cache calls `install`; importing the library changes nothing. `route` gets the query, keys and values (`CompressedKV`), the mask
-and the model's keywords:
+The first cache calls `install`; importing the library changes nothing. `route` gets the query, keys and
+values (`CompressedKV`), the mask and the model's keywords:
 
     sdpa, flash, flex, qkvcache   the path of the table in `path_of`: few queries attend on the codes; many attend on the
-                                  codes in tiles or, if there is no kernel, on chunks of the past that are dequantized one
-                                  at a time. The layer is dequantized for the stock kernel if the mask is not just
-                                  causality and padding
+                                  codes in tiles or, if there is no kernel, on chunks of the past that are
+                                  dequantized one at a time. The layer is dequantized for the stock kernel if
+                                  the mask is not just causality and padding
     eager, and those that users   the function itself, which may have semantics of its own; its two matmuls, or torch's
     register                      `scaled_dot_product_attention`, run on the codes (`compressed_kv.py`)
 
-A layer that follows the attention to its tokens attends itself (`CompressedKV.observer`). Models whose softcap or attention sinks tie them
-to eager can opt in with `model.set_attn_implementation("qkvcache")`.
+A layer that follows the attention to its tokens attends itself (`CompressedKV.observer`). Models whose
+softcap or attention sinks tie them to eager can opt in with `model.set_attn_implementation("qkvcache")`.
 """
 
 from __future__ import annotations
@@ -212,8 +212,8 @@ def _attend(
 def _attend_on_codes(
     implementation: str, module: torch.nn.Module, query: Tensor, key: CompressedKV, given: Any, mask: Any, keywords: dict[str, Any]
 ) -> Tensor | None:
-    """Attention `[B, Hq, Q, D]` on the codes or in chunks; None where the model's own function must attend to a dequantized layer.
-    `mask`: the mask `given` by transformers without columns after the tokens."""
+    """Attention `[B, Hq, Q, D]` on the codes or in chunks; None where the model's own function must attend to
+    a dequantized layer. `mask`: the mask `given` by transformers without columns after the tokens."""
     queries, tokens, options = query.shape[2], key.side.shape[2], kernel_options(implementation, query, keywords)
     path = key.path(options) or path_of(implementation, query, key.attention_inputs, options["softcap"])
     if names := unknown(implementation, keywords):

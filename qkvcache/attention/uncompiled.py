@@ -1,5 +1,5 @@
-"""A mark of torch.compile on functions. The decorator of `torch.compiler` does the same and imports torch._dynamo, which
-takes a second, where it decorates."""
+"""A mark of torch.compile on functions. The decorator of `torch.compiler` does the same and imports
+torch._dynamo, which takes a second, where it decorates."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ _PREPARE, _UPDATE = _METHODS = "_prepare_cache_for_generation", "_update_model_k
 
 
 class Attachment:
-    """The result of `attach`. `detach()`, or leaving it as a context manager, undoes it. `last` describes the cache that the last
-    `generate` made, as it was at the end; None before.
+    """The result of `attach`. `detach()`, or leaving it as a context manager, undoes it. `last` describes the
+    cache that the last `generate` made, as it was at the end; None before.
 
     It replaces the model's method that prepares caches, and the one that `generate` gives the outputs of each step. A copy of the model,
     pickled or deep-copied, has its own attachment with the same factory; `detach(copy)` undoes that one.
@@ -112,18 +112,18 @@ class Attachment:
 
 
 def attach(model: PreTrainedModel | Pipeline, cache: FormatLike | Callable[..., Cache]) -> Attachment:
-    """Gives every later `model.generate` that is called without a cache a fresh one, which takes precedence over the
-    `cache_implementation` of the model's generation config. `generate(cache_implementation=...)` raises ValueError.
+    """Gives every later `model.generate` that is called without a cache a fresh one, which takes precedence
+    over the `cache_implementation` of the model's generation config. `generate(cache_implementation=...)`
+    raises ValueError.
 
-        attach(model, "turboquant_4bit_nc")
-        attach(pipe, TurboQuantCache)
-        attach(model, lambda config: TurboQuantCache(config, residual_length=128))
+        attach(model, "turboquant_4bit_nc") attach(pipe, TurboQuantCache) attach(model, lambda config:
+        TurboQuantCache(config, residual_length=128))
 
-    A cache that the caller passes to `generate` must have seen the first tokens of the prompt: if one of them is known to differ, from
-    an earlier call, `generate` raises ValueError.
+    A cache that the caller passes to `generate` must have seen the first tokens of the prompt: if one of them
+    is known to differ, from an earlier call, `generate` raises ValueError.
 
-    In encoder-decoder models it serves self-attention, beside an ordinary cache for the encoder's states. Where a step of `generate`
-    uses another cache, as under PEFT's prefix tuning, a warning says so once.
+    In encoder-decoder models it serves self-attention, beside an ordinary cache for the encoder's states.
+    Where a step of `generate` uses another cache, as under PEFT's prefix tuning, a warning says so once.
 
     Args:
         model: any model with `generate`, or a pipeline of one.

@@ -41,46 +41,48 @@ class CompressedCache(DynamicCache):
         model.generate(**inputs, cache=CompressedCache(model.config, format="turboquant_4bit_nc"))
         model.generate(**inputs, cache=CompressedCache(model.config, format="fp8", policy=policies.KeyDiff(budget=2048)))
 
-    Layers with full attention are compressed, also those that hold a recurrent state beside it; sliding, linear and shared layers are
-    layers of transformers. Every feature of `generate` works: batches with padding, beams, several turns, deepcopy; and where all tokens
-    stay, assisted decoding and offloading.
+    Layers with full attention are compressed, also those that hold a recurrent state beside it; sliding,
+    linear and shared layers are layers of transformers. Every feature of `generate` works: batches with
+    padding, beams, several turns, deepcopy; and where all tokens stay, assisted decoding and offloading.
 
     Args:
         config: the model's config. Optional where every layer has full attention.
         format: a registry name (`qkvcache.formats.REGISTRY`) or a Format; a sequence of these, one for each
-            full-attention layer, including the layers of `skip_layers`; or the path of a calibration file with one
-            format for each layer (`qkvcache calibrate`). None, where only some tokens are retained, keeps these in the
-            model's dtype. A format with `center=False` warns once if the keys of a prompt have a large mean. With
-            others of fewer than 8 bits, a layer whose keys have an outlying channel stores its keys in int8,
-            and the cache warns once; formats of a sequence or of a file stay as they are.
+            full-attention layer, including the layers of `skip_layers`; or the path of a calibration file
+            with one format for each layer (`qkvcache calibrate`). None, where only some tokens are retained,
+            keeps these in the model's dtype. A format with `center=False` warns once if the keys of a prompt
+            have a large mean. With others of fewer than 8 bits, a layer whose keys have an outlying channel
+            stores its keys in int8, and the cache warns once; formats of a sequence or of a file stay as they
+            are.
         policy: selects the tokens that are retained: a registry name (`qkvcache.policies.REGISTRY`) or a Policy; None
             retains all. Exact zones then hold only tokens that it protects: at most its `num_sink_tokens`
             first and its `recent` last ones.
         num_sink_tokens: number of first tokens that stay in the model's dtype (attention sinks).
         residual_length: number of last tokens that stay in the model's dtype; nothing else improves quality as much
-            (eval/README.md). With `num_sink_tokens=0, residual_length=0` the cache is the format as its authors define
-            it; the tokens of the running step still attend to each other exactly.
+            (eval/README.md). With `num_sink_tokens=0, residual_length=0` the cache is the format as its
+            authors define it; the tokens of the running step still attend to each other exactly.
         skip_layers: indices of layers to leave uncompressed, negative ones from the end.
         max_length: the most tokens that may be seen. Storage for them is allocated at once, at fixed addresses, so that `generate` compiles
             its steps and replays them as CUDA graphs, as with a StaticCache. None: the cache grows.
         compile: whether `generate` compiles the steps of a growing cache, which takes half a minute once: pages are
-            added between steps, and the number of mask columns is a power of two. With `max_length` steps are always
-            compiled. Needs formats with kernels, and attention other than eager.
+            added between steps, and the number of mask columns is a power of two. With `max_length` steps are
+            always compiled. Needs formats with kernels, and attention other than eager.
         attention_budget: tokens that each query and KV head reads of those that are quantized, beside the exact ones: a number of tokens,
-            or a share of them between 0 and 1; "auto": a quarter, at least 2,048, which recalls what all recall in
-            `eval/results/attention_budget.jsonl`; None: all. Every token is kept: each step chooses the blocks of 32 tokens with the
-            largest weights, by the keys' codes (`docs/guides/long-context.md`), once for each 32 new tokens. Until there are more tokens
-            than the budget, attention reads everything, as it always does for more than 512 new tokens at once (parts of a prompt), and
-            on a GPU where choosing takes longer than reading.
+            or a share of them between 0 and 1; "auto": a quarter, at least 2,048, which recalls what all
+            recall in `eval/results/attention_budget.jsonl`; None: all. Every token is kept: each step chooses
+            the blocks of 32 tokens with the largest weights, by the keys' codes
+            (`docs/guides/long-context.md`), once for each 32 new tokens. Until there are more tokens than the
+            budget, attention reads everything, as it always does for more than 512 new tokens at once (parts
+            of a prompt), and on a GPU where choosing takes longer than reading.
         offload_pages: keeps quantized tokens in host memory, and on the GPU what each step reads: what chooses blocks (of 4-bit keys in two
-            planes and of `int8` the upper halves), the exact tokens, and the blocks that the last steps read, twice the budget. Needs
-            a budget.
+            planes and of `int8` the upper halves), the exact tokens, and the blocks that the last steps read,
+            twice the budget. Needs a budget.
         offloading: keeps all layers except the running one in host memory, as DynamicCache does.
 
     Raises:
         ValueError: an unknown format or one that cannot hold the model's head_dim; a number of formats that differs
-            from the number of layers; a file that is not a calibration file; negative sizes; a layer index that the
-            model lacks.
+            from the number of layers; a file that is not a calibration file; negative sizes; a layer index
+            that the model lacks.
         TypeError: `config`, `format`, `policy` or `skip_layers` of another type, neither format nor policy, an unknown option.
         NotImplementedError: options, or an option and a model, that do not go together (`docs/reference/limits.md`).
     """
@@ -160,8 +162,9 @@ class CompressedCache(DynamicCache):
         warn_if_newer()
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        """Stores keys and values as transformers' Cache does. Raises ValueError for an encoder's states, which would be appended to the
-        decoder's, and for a step after one that ended between two layers; RuntimeError if two threads use the cache at once."""
+        """Stores keys and values as transformers' Cache does. Raises ValueError for an encoder's states,
+        which would be appended to the decoder's, and for a step after one that ended between two layers;
+        RuntimeError if two threads use the cache at once."""
         # Outside of an EncoderDecoderCache, a step updates the same layer twice in a row.
         compiling = torch.compiler.is_compiling()
         if self._encoder_decoder and not compiling and layer_idx == self._steps.last and len(self.layers) > 1:
@@ -207,9 +210,9 @@ class CompressedCache(DynamicCache):
         prefill_chunk_size: int | None = None,
         progress: bool = True,
     ) -> None:
-        """Fills the empty cache with a context, which the model reads twice, to score tokens by the second reading (KVzip).
-        `generate` with ids that begin with the context continues from it. The context is held uncompressed until the
-        second reading ends.
+        """Fills the empty cache with a context, which the model reads twice, to score tokens by the second
+        reading (KVzip). `generate` with ids that begin with the context continues from it. The context is
+        held uncompressed until the second reading ends.
 
         Args:
             model: the model that the cache is for.
@@ -251,14 +254,14 @@ class CompressedCache(DynamicCache):
         return made
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes the cache to a safetensors file of at most about `nbytes` bytes, for `load`. The file has the stored tokens of all rows,
-        the options of the cache and the sizes of its model, and is in place once it is complete. `torch.save(cache, path)` saves every
-        cache, by pickling.
+        """Writes the cache to a safetensors file of at most about `nbytes` bytes, for `load`. The file has
+        the stored tokens of all rows, the options of the cache and the sizes of its model, and is in place
+        once it is complete. `torch.save(cache, path)` saves every cache, by pickling.
 
         Raises:
             NotImplementedError, before anything is written: a cache that was made without a config or with options of other classes
-                than the classes of qkvcache, a preallocated cache with an indexer, sliding layers or layers whose tokens do not all stay,
-                padded rows in such layers.
+                than the classes of qkvcache, a preallocated cache with an indexer, sliding layers or layers
+                whose tokens do not all stay, padded rows in such layers.
             OSError: the file cannot be written.
         """
         feature("saving").save(self, path)
@@ -283,8 +286,8 @@ class CompressedCache(DynamicCache):
 
     @classmethod
     def from_cache(cls, cache: Cache, config: PreTrainedConfig, *, attention_mask: Tensor | None = None, **options: Any) -> Self:
-        """Returns a new cache with the tokens of a DynamicCache that was filled elsewhere, which stays as it is. The tokens are stored as
-        the tokens of one prompt.
+        """Returns a new cache with the tokens of a DynamicCache that was filled elsewhere, which stays as it
+        is. The tokens are stored as the tokens of one prompt.
 
             CompressedCache.from_cache(dynamic_cache, model.config, format="turboquant_4bit_nc")
 
@@ -307,9 +310,10 @@ class CompressedCache(DynamicCache):
         return made
 
     def fork(self, n: int) -> list[CompressedCache]:
-        """Returns `n` copies that share the stored tokens of compressed layers until one of them writes to a page: a branch costs what
-        differs. Caches with `max_length` or `compile=True`, whose tensors have fixed addresses, are copied. Raises TypeError or ValueError
-        for an `n` that is not a count of 1 or more."""
+        """Returns `n` copies that share the stored tokens of compressed layers until one of them writes to a
+        page: a branch costs what differs. Caches with `max_length` or `compile=True`, whose tensors have
+        fixed addresses, are copied. Raises TypeError or ValueError for an `n` that is not a count of 1 or
+        more."""
         check_count("n", n, least=1)
         forks = [copy.deepcopy(self, {id(self.layers): self._forked_layers()}) for _ in range(n)]
         for cache in forks:
@@ -323,8 +327,8 @@ class CompressedCache(DynamicCache):
             return [layer.fork() if isinstance(layer, CompressedLayer) else copy.deepcopy(layer) for layer in self.layers]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """The mask sizes, as in transformers' Cache. Raises ValueError for a step without tokens, which `generate`
-        makes if a prompt is shorter than the cache."""
+        """The mask sizes, as in transformers' Cache. Raises ValueError for a step without tokens, which
+        `generate` makes if a prompt is shorter than the cache."""
         if not torch.compiler.is_compiling() and not query_length:
             raise ValueError(
                 f"no token comes after the {self.get_seq_length(layer_idx)} that the cache has seen: for another prompt call reset(), or "
@@ -344,8 +348,8 @@ class CompressedCache(DynamicCache):
         return super().get_mask_sizes(query_length, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0):
-        """The tokens seen, as in transformers' Cache. Raises ValueError if Whisper asks an empty cache, because it
-        would replace the cache by its own."""
+        """The tokens seen, as in transformers' Cache. Raises ValueError if Whisper asks an empty cache,
+        because it would replace the cache by its own."""
         length = super().get_seq_length(layer_idx)
         if torch.compiler.is_compiling():
             return length
@@ -365,8 +369,8 @@ class CompressedCache(DynamicCache):
         return layer.query_offset() if isinstance(layer, CompressedLayer) else super().get_query_offset(layer_idx)
 
     def early_initialization(self, *args, **kwargs) -> None:
-        """Allocates storage before the first tokens, as in transformers' Cache; also after `reset`, for another batch
-        size."""
+        """Allocates storage before the first tokens, as in transformers' Cache; also after `reset`, for
+        another batch size."""
         for layer in self.layers:
             if isinstance(layer, CompressedLayer | StaticSlidingLayer) and layer.supports_early_init:
                 layer.is_initialized = layer.is_initialized and layer.get_seq_length() > 0
@@ -375,9 +379,11 @@ class CompressedCache(DynamicCache):
     def reset(self) -> None:
         """Removes all tokens; the cache can then be used for another prompt and another batch size.
 
-        Without it, another prompt is appended to the tokens that the cache has seen. `attach`, `custom_generate` and `PrefixStore` compare
-        token ids and raise ValueError. `generate` alone has no ids to compare: it raises ValueError for a prompt of at most half as many
-        tokens as the cache has seen, or of as many; it warns of others that are not longer; another prompt that is longer is not noticed.
+        Without it, another prompt is appended to the tokens that the cache has seen. `attach`,
+        `custom_generate` and `PrefixStore` compare token ids and raise ValueError. `generate` alone has no
+        ids to compare: it raises ValueError for a prompt of at most half as many tokens as the cache has
+        seen, or of as many; it warns of others that are not longer; another prompt that is longer is not
+        noticed.
         """
         super().reset()
         self._steps, self.seen_ids = Steps(), None
@@ -414,8 +420,8 @@ class CompressedCache(DynamicCache):
         return measured(self.layers)
 
     def stored_length(self, layer_idx: int = 0) -> int:
-        """The number of tokens that layer `layer_idx` stores, in the head that stores most. `get_seq_length` counts the
-        tokens seen."""
+        """The number of tokens that layer `layer_idx` stores, in the head that stores most. `get_seq_length`
+        counts the tokens seen."""
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if isinstance(layer, CompressedLayer):
             return layer.stored_length()

@@ -18,8 +18,9 @@ from ..formats.outlying import MOST, Int8Keys, outlying
 LEAST = 16
 """The fewest tokens whose means are meaningful."""
 FAR = 16.0
-"""The ratio of the means' energy to the spreads' energy above which keys count as biased. No head of the embedded model
-or of SmolLM2-135M exceeds 7; keys with biases of 20 to 100 times the spread in a few channels have 90 to 500."""
+"""The ratio of the means' energy to the spreads' energy above which keys count as biased. No head of the
+embedded model or of SmolLM2-135M exceeds 7; keys with biases of 20 to 100 times the spread in a few channels
+have 90 to 500."""
 
 
 class BiasedKeys:
@@ -47,8 +48,8 @@ class BiasedKeys:
 
     @torch.no_grad()
     def examine(self, keys: Tensor, index: int, layer: Any, is_valid: Tensor | None = None) -> None:
-        """Examines new keys `[B, H, T, D]` of the `layer` of this `index`, if its format has `center=False`. `is_valid`: the tokens that
-        are not padding, bool `[B, T]`; None: all. Waits for the device."""
+        """Examines new keys `[B, H, T, D]` of the `layer` of this `index`, if its format has `center=False`.
+        `is_valid`: the tokens that are not padding, bool `[B, T]`; None: all. Waits for the device."""
         format: Any = getattr(layer, "format", None)
         if keys.shape[2] < LEAST or getattr(format, "center", True) or self.examined is None or index in self.examined:
             return

@@ -100,8 +100,8 @@ class LayerMaker:
     def new(
         self, format: Format | None = None, number: int = 0, kind: LayerKind = COMPRESSED, index: int | None = None, **options: Any
     ) -> CompressedLayer:
-        """A new layer of `kind` in `format` (None: the cache's), with `options` of the kind: the layer `number` of those compressed, and
-        `index` of all (None: the next)."""
+        """A new layer of `kind` in `format` (None: the cache's), with `options` of the kind: the layer
+        `number` of those compressed, and `index` of all (None: the next)."""
         cache = self.cache
         if format is None:
             (format,) = cache.format.for_layers(1)
@@ -150,8 +150,8 @@ class LayerMaker:
 
 
 def maker_of(cache: Any, **options: Any) -> LayerMaker:
-    """The maker of the layers of `cache` with these `options`, of which those that are None ask for nothing. Raises NotImplementedError for
-    an option without the room that has it."""
+    """The maker of the layers of `cache` with these `options`, of which those that are None ask for nothing.
+    Raises NotImplementedError for an option without the room that has it."""
     makers: dict[str, Any] = dict(registered("MAKERS"))
     for name, value in options.items():
         if value is not None:

@@ -65,8 +65,8 @@ def measured(layers: Iterable[object]) -> Memory:
 
 
 def live_tensors(of: object) -> Iterator[Tensor]:
-    """The plain tensors in `of`, which is a tensor, a tensor subclass (as quanto's), a dictionary, a list or a
-    tuple."""
+    """The plain tensors in `of`, which is a tensor, a tensor subclass (as quanto's), a dictionary, a list or
+    a tuple."""
     if hasattr(of, "__tensor_flatten__"):  # a subclass has no storage of its own
         of = [getattr(of, name) for name in of.__tensor_flatten__()[0]]
     if isinstance(of, Tensor):

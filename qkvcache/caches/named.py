@@ -38,8 +38,8 @@ class FormatOptions(Options, total=False):
 
 
 def makes(name: str) -> Callable[[Init], Init]:
-    """Decorates the `__init__` of a cache that makes `name` itself: its signature lists the options of CompressedCache in place of
-    `**options`, and `name` among the options raises TypeError."""
+    """Decorates the `__init__` of a cache that makes `name` itself: its signature lists the options of
+    CompressedCache in place of `**options`, and `name` among the options raises TypeError."""
 
     def decorate(init: Init) -> Init:
         own, general = (inspect.signature(one).parameters for one in (init, CompressedCache.__init__))
@@ -60,8 +60,8 @@ def makes(name: str) -> Callable[[Init], Init]:
 
 
 class QuantizedPerTokenCache(CompressedCache):
-    """INT8, FP8 or INT4 with one scale for each token, computed when it is stored, without calibration data (vLLM RFC #37319 and what was
-    merged from it).
+    """INT8, FP8 or INT4 with one scale for each token, computed when it is stored, without calibration data
+    (vLLM RFC #37319 and what was merged from it).
 
         QuantizedPerTokenCache(model.config, dtype="int8")
 
@@ -112,8 +112,8 @@ class NVFP4Cache(CompressedCache):
 
     Args:
         scale_search: how a block's scale is chosen. "mse" (default) takes the scale of least error, "four_over_six"
-            (vLLM #45187) the better of two; "amax" (the format `nvfp4`, as its authors define it) does not search. A
-            search makes storing slower; bytes and reading are the same.
+            (vLLM #45187) the better of two; "amax" (the format `nvfp4`, as its authors define it) does not
+            search. A search makes storing slower; bytes and reading are the same.
         center: keys are quantized around their mean. False is the authors' form, which models with biased keys (Qwen2) break.
         **options: options of CompressedCache.
     """
@@ -172,8 +172,8 @@ def _boundary(config: PreTrainedConfig | None, count: int) -> list[int]:
 
 
 class HadaQuantCache(CompressedCache):
-    """Hadamard-rotated keys and values on Lloyd-Max levels around their means: less error for the same bytes, no
-    calibration data. With 4 and 4 bits, `TurboQuantCache` is as close and faster.
+    """Hadamard-rotated keys and values on Lloyd-Max levels around their means: less error for the same bytes,
+    no calibration data. With 4 and 4 bits, `TurboQuantCache` is as close and faster.
 
     Args:
         key_bits, value_bits: 2 to 4 each. At head_dim 128 a token of one head takes 132 bytes with 4 and 4 bits, 116 with 4 and 3, 100 with

@@ -1,6 +1,7 @@
-"""Texts that a model reads anew: Phi-3, PhiMoE and Phi-4-multimodal rotate all keys by other frequencies once a text passes
-`original_max_position_embeddings`. Their `prepare_inputs_for_generation` then leaves the cache out of the step if its length is at most
-that, and the model goes on with a cache of its own. The cache that is asked for its length empties itself instead, and stays in use."""
+"""Texts that a model reads anew: Phi-3, PhiMoE and Phi-4-multimodal rotate all keys by other frequencies once
+a text passes `original_max_position_embeddings`. Their `prepare_inputs_for_generation` then leaves the cache
+out of the step if its length is at most that, and the model goes on with a cache of its own. The cache that
+is asked for its length empties itself instead, and stays in use."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ def limit_of(config: PreTrainedConfig) -> float:
 
 
 def length_for(cache: Cache, length: int, caller: FrameType) -> int:
-    """The number of tokens that a `CALLER` is told `cache` has seen: `length`, or, if the text must be read anew, the length of the text;
-    the cache is empty after it, and the step brings all tokens. Raises ValueError if the step lacks some of them."""
+    """The number of tokens that a `CALLER` is told `cache` has seen: `length`, or, if the text must be read
+    anew, the length of the text; the cache is empty after it, and the step brings all tokens. Raises
+    ValueError if the step lacks some of them."""
     if caller.f_globals.get("__name__") not in MODULES:
         return length
     step = caller.f_locals

@@ -1,8 +1,9 @@
 """`Steps`: the order in which a model's steps reach the layers of a cache.
 
-A step that ends between two layers (an exception, Ctrl-C) leaves layers that hold its tokens and layers that do not; two threads in one
-cache mix their tokens. Layers of transformers notice this where shapes differ. Attention on codes takes a layer as it is, so that the first
-layer of a step compares the layers, by numbers that the host has.
+A step that ends between two layers (an exception, Ctrl-C) leaves layers that hold its tokens and layers that
+do not; two threads in one cache mix their tokens. Layers of transformers notice this where shapes differ.
+Attention on codes takes a layer as it is, so that the first layer of a step compares the layers, by numbers
+that the host has.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Steps:
         self.last = self.top = self.known = -1
         """The layer written last, the highest layer written, and the highest when the step began."""
         self.end: int | None = None
-        """The layer that the first step ended with: not the highest in models that pass layers several times (Inkling 2 Loop). None: not
-        known."""
+        """The layer that the first step ended with: not the highest in models that pass layers several times
+        (Inkling 2 Loop). None: not known."""
 
     def masked(self) -> None:
         """This thread makes masks for a step of as many tokens as the cache holds now."""

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[int] = (1,), padded: bool = True) -> None:
     """Compiles every kernel that `generate` needs, by running `model` on a few tokens with a cache like `cache`.
 
-    `cache` is not changed. Triton caches compiled kernels on disk, so that this is fast in a second process. Does
-    nothing if torch operations run instead of Triton.
+    `cache` is not changed. Triton caches compiled kernels on disk, so that this is fast in a second process.
+    Does nothing if torch operations run instead of Triton.
 
     Args:
         model: the model that will generate, on its device.
@@ -63,8 +63,8 @@ def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[
 
 
 def _shrink(cache: CompressedCache, tokens: int, length: int) -> None:
-    """Makes the cache small, so that it is soon full; kernels depend neither on the budget nor on `max_length`. Also
-    affects layers that are made later."""
+    """Makes the cache small, so that it is soon full; kernels depend neither on the budget nor on
+    `max_length`. Also affects layers that are made later."""
     cache.layers = [cache._maker.shrink(layer, tokens, length) for layer in cache.layers]
     make = cache.layer_class_to_replicate
     if make is not None:

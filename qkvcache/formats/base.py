@@ -1,8 +1,9 @@
 """The interface of storage formats: a codec for keys and a codec for values, each of which declares its buffers once.
 
-A codec stores the vector of a token and head as `x = undo_rotation(levels * scale + offset + center)`. Attention on codes uses that
-factorization: the query is rotated once, the output is rotated back once, and `scale` multiplies scores and probabilities. Allocation, byte
-counts and planning all read `buffers`, the only place that says how wide a token is.
+A codec stores the vector of a token and head as `x = undo_rotation(levels * scale + offset + center)`.
+Attention on codes uses that factorization: the query is rotated once, the output is rotated back once, and
+`scale` multiplies scores and probabilities. Allocation, byte counts and planning all read `buffers`, the only
+place that says how wide a token is.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ HIGH_BITS = {"int8_halves": 4, "lut4": 2, "int3": 1, "lut3": 1}
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The layout of a codec's planes, as kernels read and write them. A channel is `value(code) * scale + zero`, plus
-    the mean if `centered`.
+    """The layout of a codec's planes, as kernels read and write them. A channel is `value(code) * scale +
+    zero`, plus the mean if `centered`.
 
     kind      half: codes are numbers in the model's dtype
               int8, uint8, e4m3, e5m2: a byte each; int8_halves: int8 + 128
@@ -122,8 +123,8 @@ class PackedLayout:
 
 
 class QuantizedValues(NamedTuple):
-    """Unpacked codes, not rotated back. `levels` `[B, H, T, D]`, fp32 or, with a scale, int8; `scale`, `offset` `[B, H or 1, T or 1,
-    1 or D / group]`; `center`, which all tokens share, `[B, H, 1, D]`; fp32."""
+    """Unpacked codes, not rotated back. `levels` `[B, H, T, D]`, fp32 or, with a scale, int8; `scale`,
+    `offset` `[B, H or 1, T or 1, 1 or D / group]`; `center`, which all tokens share, `[B, H, 1, D]`; fp32."""
 
     levels: Tensor
     scale: Tensor | None = None
@@ -134,8 +135,9 @@ class QuantizedValues(NamedTuple):
 class Codec(ABC):
     """The quantization of keys or of values. Subclasses are frozen dataclasses without state.
 
-    A token is quantized once, and independently of other tokens but for buffers that are kept once. Input may be fp16, bf16 or fp32. A
-    vector with inf or nan dequantizes to values that are not finite, as do those that share its scale; others are not affected.
+    A token is quantized once, and independently of other tokens but for buffers that are kept once. Input may
+    be fp16, bf16 or fp32. A vector with inf or nan dequantizes to values that are not finite, as do those
+    that share its scale; others are not affected.
     """
 
     rotation: Hadamard | None = None
@@ -163,8 +165,8 @@ class Codec(ABC):
         return {}
 
     def allocate_statistics(self, like: Tensor, per_head: bool = False) -> Codes:
-        """The buffers kept once, for the rows, heads, channels, dtype and device of `like` `[B, H, T, D]`. With `per_head`, each head
-        has a copy of buffers that heads would share."""
+        """The buffers kept once, for the rows, heads, channels, dtype and device of `like` `[B, H, T, D]`.
+        With `per_head`, each head has a copy of buffers that heads would share."""
         found: Codes = {}
         for buffer in _declared(self, like.shape[3]):
             if buffer.tokens == "once":
@@ -193,8 +195,8 @@ class Codec(ABC):
         return self.unpack(codes, head_dim)
 
     def rotate(self, x: Tensor) -> Tensor:
-        """The vectors `x` `[B, H, T, D]` rotated for storage, before quantization, fp32; `rotate(q) . rotate(k) = q .
-        k`."""
+        """The vectors `x` `[B, H, T, D]` rotated for storage, before quantization, fp32; `rotate(q) .
+        rotate(k) = q . k`."""
         return x if self.rotation is None else self.rotation.apply(x)
 
     def unrotate(self, x: Tensor) -> Tensor:

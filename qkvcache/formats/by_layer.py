@@ -4,8 +4,8 @@ Layers differ in how much their codes cost: at the same bytes, bits by layer hav
 (`eval/results/calibrated.jsonl`). `qkvcache calibrate` measures a model and writes the file.
 
 The file is JSON: `{"file": "qkvcache formats by layer", "version": 2, "formats": [...], ...}`, with
-`{"format": "HadaQuant", "key_bits": 4, ...}` for each layer: a class of this folder and its options. Other entries
-describe the calibration (`evaluation/calibrate.py`) and are ignored when the file is read.
+`{"format": "HadaQuant", "key_bits": 4, ...}` for each layer: a class of this folder and its options. Other
+entries describe the calibration (`evaluation/calibrate.py`) and are ignored when the file is read.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class FormatByLayer:
         return sum(format.bytes_per_token(head_dim, kv_heads, value_dim) for format in self.formats) / len(self.formats)
 
     def save(self, path: str | os.PathLike[str], **about: object) -> None:
-        """Writes a calibration file, with the entries of `about`. Raises ValueError for formats of other classes than
-        those of qkvcache."""
+        """Writes a calibration file, with the entries of `about`. Raises ValueError for formats of other
+        classes than those of qkvcache."""
         for format in self.formats:
             if type(format) not in CLASSES.values():
                 raise ValueError(f"{format!r}: a file holds formats of {', '.join(CLASSES)} alone")
@@ -90,13 +90,13 @@ class FormatByLayer:
 
 
 FormatLike = str | os.PathLike[str] | Format | FormatByLayer | Sequence[str | Format]
-"""Values of `format=` of a cache: a registered name, a Format, a sequence of these, one for each full-attention layer, or the path of a
-calibration file."""
+"""Values of `format=` of a cache: a registered name, a Format, a sequence of these, one for each
+full-attention layer, or the path of a calibration file."""
 
 
 def resolve(format: FormatLike) -> Format | FormatByLayer:
-    """The format that `format=` of a cache names. A string that ends with `.json` or has a path separator is the path of a calibration
-    file.
+    """The format that `format=` of a cache names. A string that ends with `.json` or has a path separator is
+    the path of a calibration file.
 
     Raises:
         ValueError: an unknown name, an empty sequence, a file that is no calibration file.

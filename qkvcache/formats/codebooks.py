@@ -1,11 +1,12 @@
 """Lloyd-Max levels for N(0, 1): of all quantizers with `2**bits` levels, the one with the least mean squared error.
 
-A rotation spreads a vector evenly: each coordinate of a Hadamard-rotated unit vector of D channels is a sum of D terms of mixed sign, and
-so about N(0, 1/D) whatever the vector was. Times sqrt(D), these levels suit every head of every model, and no calibration is needed. (The
-exact law of a coordinate on the sphere would save 0.1 % of the error at D = 128, 0.4 % at 64.)
+A rotation spreads a vector evenly: each coordinate of a Hadamard-rotated unit vector of D channels is a sum
+of D terms of mixed sign, and so about N(0, 1/D) whatever the vector was. Times sqrt(D), these levels suit
+every head of every model, and no calibration is needed. (The exact law of a coordinate on the sphere would
+save 0.1 % of the error at D = 128, 0.4 % at 64.)
 
-Formats store the nearest points of a grid (`GRID`), so that a kernel can look levels up as bytes, or compute them at 2 bits. That costs
-.6 % of the error at 4 bits, .002 % at 3 and 1.2 % at 2.
+Formats store the nearest points of a grid (`GRID`), so that a kernel can look levels up as bytes, or compute
+them at 2 bits. That costs .6 % of the error at 4 bits, .002 % at 3 and 1.2 % at 2.
 
 `eval/derive_codebooks.py` derives the constants; with `--check` it compares them with these. Distortion: .1175, .03455, .009501.
 """
@@ -37,8 +38,8 @@ LLOYD_MAX: dict[int, tuple[float, ...]] = {
 
 
 UPPER: int = 21
-"""The distance of the levels that the upper two bits of a code of 4 bits stand for, in steps of `GRID`. The means of the four levels of
-each are nearly evenly spaced; levels that are need no table."""
+"""The distance of the levels that the upper two bits of a code of 4 bits stand for, in steps of `GRID`. The
+means of the four levels of each are nearly evenly spaced; levels that are need no table."""
 
 
 GRID: dict[int, tuple[float, tuple[int, ...]]] = {
@@ -46,8 +47,9 @@ GRID: dict[int, tuple[float, tuple[int, ...]]] = {
     3: (0.0196437, (12, 38, 68, 109)),
     4: (0.0511193, (2, 7, 12, 18, 24, 31, 40, 53)),
 }
-"""Bits to a step and the positive levels in steps, less one half: level = (n + 1/2) * step. Below 64 at 4 bits, below 128 at 3. Those of 2
-bits are evenly spaced, so that no table is needed; their step, which scales make up for, is the step of the upper halves of 4 bits."""
+"""Bits to a step and the positive levels in steps, less one half: level = (n + 1/2) * step. Below 64 at 4
+bits, below 128 at 3. Those of 2 bits are evenly spaced, so that no table is needed; their step, which scales
+make up for, is the step of the upper halves of 4 bits."""
 
 
 @functools.cache

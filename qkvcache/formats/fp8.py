@@ -74,11 +74,12 @@ class ScaledFloat8(Codec):
 class FP8(Format):
     """FP8 with a scale for each token and head, for each token over all heads, or for all tokens.
 
-    `scale="tensor"` keeps the scale of the first block, as transformers' Fp8QuantizedLayer does, and saturates larger values: after a first
-    block with a maximum of 0.25, a later 26.8 is stored as 0.25.
+    `scale="tensor"` keeps the scale of the first block, as transformers' Fp8QuantizedLayer does, and
+    saturates larger values: after a first block with a maximum of 0.25, a later 26.8 is stored as 0.25.
 
-    Keys are quantized around their mean, each head around its own, unless `center=False`, the authors' form. Scales are then
-    scales of the differences from the mean. Only the scale of all tokens is the scale of the first block with its mean.
+    Keys are quantized around their mean, each head around its own, unless `center=False`, the authors' form.
+    Scales are then scales of the differences from the mean. Only the scale of all tokens is the scale of the
+    first block with its mean.
     """
 
     dtype: Literal["e4m3", "e5m2"] = "e4m3"

@@ -3,8 +3,8 @@
 side   `rotated.py`, 2 to 4 bits: b * D / 8 + 2 bytes
 mean   of keys and of values, `centered.py`: 4 D bytes for each side, row and head, once
 
-TurboQuant stores values unrotated, on even steps between their minimum and maximum. Rotated values take two bytes less and have less error;
-the inverse rotation is applied once to the output, not to each token.
+TurboQuant stores values unrotated, on even steps between their minimum and maximum. Rotated values take two
+bytes less and have less error; the inverse rotation is applied once to the output, not to each token.
 
 Bytes of a token and head: k4v4 132, k4v3 116, k3v3 100, k3v2 84, k2v2 68 at head_dim 128; 68, 60, 52, 44, 36 at 64.
 """
@@ -24,8 +24,8 @@ BITS: tuple[Bits, ...] = (2, 3, 4)
 
 @dataclass(frozen=True)
 class HadaQuant(Format):
-    """Hadamard-rotated keys of `key_bits` and values of `value_bits` (2, 3 or 4); both are quantized around their mean unless
-    `center=False`. Raises ValueError for other bits."""
+    """Hadamard-rotated keys of `key_bits` and values of `value_bits` (2, 3 or 4); both are quantized around
+    their mean unless `center=False`. Raises ValueError for other bits."""
 
     key_bits: Bits = 4
     value_bits: Bits = 3

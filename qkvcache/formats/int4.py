@@ -9,9 +9,10 @@ vllm       `int4_per_token_head`: keys and values under a randomized Hadamard ro
 
 Of the 16 levels of a symmetric group the lowest stays unused, so that x and -x get mirrored codes.
 
-Two steps away from vLLM, whose codes these are otherwise. There the rotation is sqrt(D) larger and so is the scale: codes are the same.
-And there the range is of the vector alone: if it leaves out zero, the zero point clips and with it every channel. That happens when
-the first channel outweighs the rest, since a rotation turns it into a constant. Here the range always holds zero.
+Two steps away from vLLM, whose codes these are otherwise. There the rotation is sqrt(D) larger and so is the
+scale: codes are the same. And there the range is of the vector alone: if it leaves out zero, the zero point
+clips and with it every channel. That happens when the first channel outweighs the rest, since a rotation
+turns it into a constant. Here the range always holds zero.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ class HiddenZeroInt4(Codec):
 
 @dataclass(frozen=True)
 class Int4(Format):
-    """INT4 by the rule of PR #5 ("hadamard"), of vLLM's int4_per_token_head ("vllm"), or in plain groups ("group"). Keys are quantized
-    around their mean unless `center=False`, the authors' form."""
+    """INT4 by the rule of PR #5 ("hadamard"), of vLLM's int4_per_token_head ("vllm"), or in plain groups
+    ("group"). Keys are quantized around their mean unless `center=False`, the authors' form."""
 
     rule: Literal["hadamard", "vllm", "group"] = "hadamard"
     group_size: int = GROUP_SIZE

@@ -24,8 +24,8 @@ NIBBLES = tuple(range(16))
 
 @dataclass(frozen=True)
 class SymmetricInt8(Codec):
-    """`x = code * scale`. A scale of fp16 that overflows decodes to inf or nan, one that underflows to zeros. With `halves`, codes lie in
-    two planes."""
+    """`x = code * scale`. A scale of fp16 that overflows decodes to inf or nan, one that underflows to zeros.
+    With `halves`, codes lie in two planes."""
 
     scale: Literal["token_head", "token"] = "token_head"
     scale_dtype: torch.dtype = torch.float32
@@ -75,9 +75,10 @@ class SymmetricInt8(Codec):
 class Int8(Format):
     """INT8 with a scale for each token and head, or for each token over all heads.
 
-    `scale="token"` crosses heads, so tensor parallelism changes its results; it is the RFC's rule, not the default. Keys are quantized
-    around their mean, each head around its own, unless `center=False`, the authors' form. With `halves`, the codes of keys lie in two
-    planes, and the upper four bits can be read alone; what they stand for is the same.
+    `scale="token"` crosses heads, so tensor parallelism changes its results; it is the RFC's rule, not the
+    default. Keys are quantized around their mean, each head around its own, unless `center=False`, the
+    authors' form. With `halves`, the codes of keys lie in two planes, and the upper four bits can be read
+    alone; what they stand for is the same.
     """
 
     scale: Literal["token_head", "token"] = "token_head"

@@ -4,12 +4,13 @@ code   bit 3 the sign, bits 0 to 2 one of 0, .5, 1, 1.5, 2, 3, 4, 6; four in a w
 scale  E4M3 of absmax / 6 of 16 consecutive channels, from 2^-9 (less would be zero) to 448                         D / 16 bytes
        x / scale is rounded to nearest, and to the even code where two are as near
 
-Two of NVIDIA's conventions are left out: a global fp32 scale, which only matters below 0.003 and beyond 2,688 (there blocks turn to zero or
-saturate), and the swizzled layout of the values' scales, which serves the tensor cores of one GPU.
-A block that holds inf or nan gets the scale nan.
+Two of NVIDIA's conventions are left out: a global fp32 scale, which only matters below 0.003 and beyond 2,688
+(there blocks turn to zero or saturate), and the swizzled layout of the values' scales, which serves the
+tensor cores of one GPU. A block that holds inf or nan gets the scale nan.
 
-Word j (16 bits, little-endian) holds channels j, j + D/4, j + D/2 and j + 3D/4: their magnitudes at bits 9, 6, 3 and 0, their signs at
-bits 15, 12, 14 and 13. A magnitude at bit 9 and a sign at bit 15 are 2^-14 of the number in fp16: a shift and a mask, no table.
+Word j (16 bits, little-endian) holds channels j, j + D/4, j + D/2 and j + 3D/4: their magnitudes at bits 9,
+6, 3 and 0, their signs at bits 15, 12, 14 and 13. A magnitude at bit 9 and a sign at bit 15 are 2^-14 of the
+number in fp16: a shift and a mask, no table.
 
 How the scale is chosen changes neither bytes nor readers. Mean squared error on N(0, 1):
 amax            .0091   absmax lands on 6
@@ -128,8 +129,9 @@ def _least_error(magnitudes: Tensor, candidates: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class NVFP4(Format):
-    """NVFP4, with the search for a block's scale that `scale_search` names: more work when storing, the same when reading. Keys are
-    quantized around their mean unless `center=False`. The authors' form, without a search, has the plain name `nvfp4`."""
+    """NVFP4, with the search for a block's scale that `scale_search` names: more work when storing, the same
+    when reading. Keys are quantized around their mean unless `center=False`. The authors' form, without a
+    search, has the plain name `nvfp4`."""
 
     scale_search: Literal["amax", "four_over_six", "mse"] = "mse"
     center: bool = True

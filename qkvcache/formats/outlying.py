@@ -60,9 +60,10 @@ class Int8Keys(Format):
 
 @torch.no_grad()
 def outlying(keys: Tensor, is_valid: Tensor | None = None) -> float:
-    """The root mean square of the largest channel of keys `[B, H, T, D]` after centring, over the root mean square of
-    all channels, in the row and head where it is largest; 0 if every row has fewer than `LEAST` tokens. Examines the last `MOST` tokens.
-    `is_valid`: bool `[B, T]`, False for padding; None: no padding. Waits for the device."""
+    """The root mean square of the largest channel of keys `[B, H, T, D]` after centring, over the root mean
+    square of all channels, in the row and head where it is largest; 0 if every row has fewer than `LEAST`
+    tokens. Examines the last `MOST` tokens. `is_valid`: bool `[B, T]`, False for padding; None: no padding.
+    Waits for the device."""
     if keys.shape[2] < LEAST:
         return 0.0
     keys, is_valid = keys[:, :, -MOST:], None if is_valid is None else is_valid[:, -MOST:]

@@ -7,9 +7,9 @@ Kernels read 16-bit words (little-endian) and mask all of a word's channels out 
           j + D/4, j + D/2 and j + 3D/4 instead: then 16 neighbouring words have one scale for each nibble
 2 bits    word j holds channels 8j to 8j + 7, lowest first
 3 bits    low bits: word j holds bits of channels 8j to 8j + 7, two each, as codes of 2 bits are
-          high bits: word j of the D/16 belongs to words j and j + D/16 of the plane above, nibble e to channels 2e and 2e + 1: bits 2
-          and 3 for the first of these words, 0 and 1 for the second
-          Planes keep every read aligned, where a stream of 3-bit codes would straddle words.
+          high bits: word j of the D/16 belongs to words j and j + D/16 of the plane above, nibble e to
+          channels 2e and 2e + 1: bits 2 and 3 for the first of these words, 0 and 1 for the second Planes
+          keep every read aligned, where a stream of 3-bit codes would straddle words.
 halves    codes of 4 bits in two planes, so that the upper two bits can be read alone: they are a coarser code
           high bits: word j holds bits of channels 8j to 8j + 7, as codes of 2 bits are
           low bits: the same, with the channels of each nibble swapped: nibble e holds channel 2e + 1, then channel 2e. Then one select of
@@ -144,8 +144,8 @@ def as_rows(values: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _table(levels: tuple[float, ...], bits: int, device: torch.device, halves: bool, dtype: torch.dtype) -> Tensor:
-    """`levels` in `dtype` of all indices that hold as many codes of `bits` as a gather reads, as rows for it. Those of 3 bits, or in
-    `halves`, hold low bits of four channels, then their high bits."""
+    """`levels` in `dtype` of all indices that hold as many codes of `bits` as a gather reads, as rows for it.
+    Those of 3 bits, or in `halves`, hold low bits of four channels, then their high bits."""
     channels = 2 if bits == 8 else 4
     index, values = torch.arange(2 ** (bits * channels), device=device), constants(levels, device).to(dtype)
     if halves:

@@ -22,8 +22,8 @@ from .rotation import Hadamard, exact_dtype, number_of
 
 @dataclass(frozen=True)
 class Rotated(Codec):
-    """Lloyd-Max codes of `bits` under a rotation, with one scale a token and head: each channel goes to the level that is nearest by the
-    exact midpoints, and a midpoint goes up."""
+    """Lloyd-Max codes of `bits` under a rotation, with one scale a token and head: each channel goes to the
+    level that is nearest by the exact midpoints, and a midpoint goes up."""
 
     bits: Literal[2, 3, 4]
     rotation: Hadamard | None = Hadamard()

@@ -57,8 +57,8 @@ def _signed_matrix(randomized: bool, dim: int, device: torch.device, dtype: torc
 
 
 def exact_dtype(device: torch.device) -> torch.dtype:
-    """The dtype in which a sum of fp16 or bf16 numbers is exact, so that the order of summation does not matter. MPS
-    has nothing wider than fp32."""
+    """The dtype in which a sum of fp16 or bf16 numbers is exact, so that the order of summation does not
+    matter. MPS has nothing wider than fp32."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -71,8 +71,8 @@ class Hadamard:
     def apply(self, x: Tensor) -> Tensor:
         """`[..., D]` in any float dtype to fp32 `[..., D]`.
 
-        Summed exactly: codes are chosen from this, and a token must get the same ones alone as in a block, where an fp32 product adds in
-        another order; nor may the TF32 setting of the process reach them.
+        Summed exactly: codes are chosen from this, and a token must get the same ones alone as in a block,
+        where an fp32 product adds in another order; nor may the TF32 setting of the process reach them.
         """
         block = rotation_block(x.shape[-1])
         x = x.to(exact_dtype(x.device))

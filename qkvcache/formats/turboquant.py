@@ -5,11 +5,12 @@ keys, 3 or 4 bits   n = |x|, y = H x / (n + 1e-8), H without signs; code = the L
 values              not rotated, `uniform.py`                                 the same, and 4
 keys of k8v4        scale = absmax / 127, fp16, and int8 codes                D + 2
 
-vLLM stores n, and divides by |levels| wherever it reads (its "norm correction", nc). Here that division happens once, when storing: the
-same two bytes and the same result, without work for readers.
+vLLM stores n, and divides by |levels| wherever it reads (its "norm correction", nc). Here that division
+happens once, when storing: the same two bytes and the same result, without work for readers.
 
-For k8v4 vLLM stores keys as E4M3 without any scale: what exceeds 448 (1.875 on GPUs before Ada, where it takes another FP8) is clipped, and
-every channel has three mantissa bits. Int8 with a scale takes two bytes more, cannot clip, and on normal data has a quarter of the error.
+For k8v4 vLLM stores keys as E4M3 without any scale: what exceeds 448 (1.875 on GPUs before Ada, where it
+takes another FP8) is clipped, and every channel has three mantissa bits. Int8 with a scale takes two bytes
+more, cannot clip, and on normal data has a quarter of the error.
 
 Bytes of a token and head: k8v4 198, 4bit_nc 134, k3v4_nc 118, 3bit_nc 102 at head_dim 128; 102, 70, 62, 54 at 64.
 """

@@ -47,8 +47,8 @@ class Select(Protocol):
         keys: list[Packed] | None,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        """`attend`, by kernels or not, over the blocks that `query` chooses. `keys`: the quantized keys of all
-        rows, in order, if the caller has them."""
+        """`attend`, by kernels or not, over the blocks that `query` chooses. `keys`: the quantized keys of
+        all rows, in order, if the caller has them."""
 
 
 @dataclass(eq=False)
@@ -165,8 +165,8 @@ class PagedInputs:
         return self.sinks[0].shape[2], read, self.ring[0].shape[2]
 
     def columns(self, places: Tensor) -> Tensor:
-        """The index of each slot's token in its row, int64 `[B, 1 or H, S + T + R]`, -1 for a slot without a token. `places`: as of
-        `Pages.read`."""
+        """The index of each slot's token in its row, int64 `[B, 1 or H, S + T + R]`, -1 for a slot without a
+        token. `places`: as of `Pages.read`."""
         first, ring = (torch.arange(side[0].shape[2], device=places.device).view(1, 1, -1) for side in (self.sinks, self.ring))
         if self.rows is None:  # each slot has a token, except those beyond chosen blocks
             zones = first, self.quantized_columns(places), ring + first.numel() + self.max_length

@@ -1,8 +1,8 @@
 """`Pages`: quantized tokens in pages, as kernels and torch read and write them.
 
-A slab is one allocation of pages, each of `PAGE` tokens, a power of two of at least 64. Token `n` of a row is at offset `n % PAGE` of the
-page that entry `n // PAGE` of the row's table names. Pages may be anywhere in the slabs, and rows may share them. Lengths are on the
-device: no function here reads them from the host.
+A slab is one allocation of pages, each of `PAGE` tokens, a power of two of at least 64. Token `n` of a row is
+at offset `n % PAGE` of the page that entry `n // PAGE` of the row's table names. Pages may be anywhere in the
+slabs, and rows may share them. Lengths are on the device: no function here reads them from the host.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Pages:
 
     codecs      of keys and of values
     slabs       of each slab the planes of keys and of values: `[N, H', PAGE, width]` for each buffer that is kept for each token. `H'` is
-                `H`, or 1 for a buffer that heads share, or 1 where each head has pages of its own. Planes `[G, H', n * PAGE, width]` have
-                `n` pages after one another, which kernels cannot read
+                `H`, or 1 for a buffer that heads share, or 1 where each head has pages of its own. Planes
+                `[G, H', n * PAGE, width]` have `n` pages after one another, which kernels cannot read
     firsts      the entry in tables of the first page of each slab
     page_size   tokens of a page
     statistics  of keys and of values: `[B or 1, H or 1, 1, width]` for each buffer that is kept once; of one row if all rows share it
@@ -35,9 +35,10 @@ class Pages:
                 beyond the length are not read
     lengths     int32 `[B]` or, with pages for each head, `[B, H]`: tokens; None: all that are read exist
 
-    An entry `e` names page `e - first` of a slab. Kernels read all pages from the planes of the first slab: pages of other slabs
-    lie at the same distances from them. They require that the last two dimensions of planes are contiguous, and that their addresses, their
-    strides over pages and, unless heads are `PAGE * width` apart, over heads are multiples of 64 bytes.
+    An entry `e` names page `e - first` of a slab. Kernels read all pages from the planes of the first slab:
+    pages of other slabs lie at the same distances from them. They require that the last two dimensions of
+    planes are contiguous, and that their addresses, their strides over pages and, unless heads are `PAGE *
+    width` apart, over heads are multiples of 64 bytes.
     """
 
     codecs: tuple[Codec, Codec]
@@ -60,14 +61,15 @@ class Pages:
     int32 `[B, H, N]`, ascending, and the tokens in them, int32 `[B, H]`. None: they read all tokens."""
 
     def read(self, side: int, most: int) -> tuple[Codes, Tensor]:
-        """Codes of the keys (`side` 0) or values (1) that attention over the first `most` tokens reads, `[B, H', T, width]`, with the
-        statistics, and the index of each in its row's pages, int64 `[B, 1 or H, T]`, -1 where there is no token."""
+        """Codes of the keys (`side` 0) or values (1) that attention over the first `most` tokens reads, `[B,
+        H', T, width]`, with the statistics, and the index of each in its row's pages, int64 `[B, 1 or H, T]`,
+        -1 where there is no token."""
         codes, exists = self.gather(side, most)
         return codes, torch.where(exists, torch.arange(most, device=exists.device), -1)
 
     def copy_of(self, tokens: int) -> Callable[[], None]:
-        """A function that copies the last `tokens` tokens of each row, as the device counts, to what the device
-        keeps of pages `on_host`."""
+        """A function that copies the last `tokens` tokens of each row, as the device counts, to what the
+        device keeps of pages `on_host`."""
         raise NotImplementedError
 
     @property
@@ -97,8 +99,8 @@ class Pages:
         return pages[0], pages[1] if len(pages) > 1 else 0, *(*lengths, 0, 0)[:2]  # type: ignore[return-value]
 
     def slots(self, place: Tensor) -> Tensor:
-        """The slots, `entry * PAGE + offset` as int64 `[B, 1 or H, T]`, of the tokens `place`, int64 `[T]` or `[B, 1 or
-        H, T]`. All rows have a slot for each of them."""
+        """The slots, `entry * PAGE + offset` as int64 `[B, 1 or H, T]`, of the tokens `place`, int64 `[T]` or
+        `[B, 1 or H, T]`. All rows have a slot for each of them."""
         table = self.table if self.per_head else self.table[:, None]
         entry = place // self.page_size
         found = table[:, :, entry] if place.dim() == 1 else table.expand(-1, place.shape[1], -1).gather(2, entry.expand(len(table), -1, -1))
@@ -151,8 +153,8 @@ class Pages:
             yield planes, of == i, entry - first, offset
 
     def _inside(self, plane: Tensor, page: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
-        """The indices of the slots at `offset` of the pages `page` in the first and the third dimension of `plane`. Pages that it lacks
-        are exchanged for others."""
+        """The indices of the slots at `offset` of the pages `page` in the first and the third dimension of
+        `plane`. Pages that it lacks are exchanged for others."""
         neighbours = plane.shape[2] // self.page_size
         page = page.clamp(0, max(plane.shape[0] * neighbours - 1, 0))
         if neighbours == 1:
@@ -160,8 +162,9 @@ class Pages:
         return page // neighbours, page % neighbours * self.page_size + offset
 
     def gather(self, side: int, tokens: int, begin: int = 0) -> tuple[Codes, Tensor]:
-        """Codes of the keys (`side` 0) or values (1) `begin` to `begin + tokens` of all rows, `[B, H', tokens, width]`, with the
-        statistics, and which of them exist, bool `[B, 1 or H, tokens]`. Codes of those that do not are zeros."""
+        """Codes of the keys (`side` 0) or values (1) `begin` to `begin + tokens` of all rows, `[B, H',
+        tokens, width]`, with the statistics, and which of them exist, bool `[B, 1 or H, tokens]`. Codes of
+        those that do not are zeros."""
         place = torch.arange(begin, begin + tokens, device=self.table.device)
         table = self.table if self.per_head else self.table[:, None]
         if self.lengths is None:
@@ -174,8 +177,9 @@ class Pages:
 
 
 def put_where(x: Tensor, stored: Tensor, index: tuple[Tensor, ...], new: Tensor) -> None:
-    """Writes `new` `[M, ...]` to the `index`, `[M]` for each of the first dimensions of `x`, where `stored`, bool
-    `[M]`. So that the host need not know which are, those that are not stored are written as copies of the first that is."""
+    """Writes `new` `[M, ...]` to the `index`, `[M]` for each of the first dimensions of `x`, where `stored`,
+    bool `[M]`. So that the host need not know which are, those that are not stored are written as copies of
+    the first that is."""
     if not len(new):
         return
     first = stored.int().argmax(0, keepdim=True)

@@ -1,7 +1,8 @@
 """The inputs of attention: the keys or the values of a layer as a sequence of segments, exact or packed, in token order.
 
-The two halves of attention in plain torch: `qk` (q . k) and `pv` (p . v). Packed segments are blocks of a bounded number of tokens,
-and only one block at a time exists in floating point. This is the reference that fused kernels are tested against, and what CPU users run.
+The two halves of attention in plain torch: `qk` (q . k) and `pv` (p . v). Packed segments are blocks of a
+bounded number of tokens, and only one block at a time exists in floating point. This is the reference that
+fused kernels are tested against, and what CPU users run.
 
 Shapes: `q` `[B, H, R, D]` with `R` = query heads of the group times queries, in fp32; scores and probabilities `[B, H, R, T]`.
 """
@@ -24,8 +25,8 @@ Pair = tuple[Tensor, Tensor]
 T = TypeVar("T")
 S = TypeVar("S")
 BLOCK_ELEMENTS = 2**20
-"""Elements that torch quantizes or dequantizes at a time. It bounds temporaries (4 MiB in fp32); on a CPU, smaller
-blocks cost more in calls than they save in cache misses."""
+"""Elements that torch quantizes or dequantizes at a time. It bounds temporaries (4 MiB in fp32); on a CPU,
+smaller blocks cost more in calls than they save in cache misses."""
 
 
 def block_of(like: Tensor) -> int:
@@ -65,8 +66,8 @@ class Packed:
     head_dim: int
 
     def levels(self, upper: bool = False) -> QuantizedValues:
-        """Quantized values with at most one scale and offset for each token: finer ones are multiplied out. `upper`: of the upper halves
-        of codes, where these are kept apart."""
+        """Quantized values with at most one scale and offset for each token: finer ones are multiplied out.
+        `upper`: of the upper halves of codes, where these are kept apart."""
         unpack = self.codec.unpack_upper if upper else self.codec.unpack
         levels, scale, offset, center = unpack(self.codes, self.head_dim)
         if any(factor is not None and factor.shape[-1] > 1 for factor in (scale, offset)):
@@ -79,8 +80,8 @@ Segment = Exact | Packed
 
 @dataclass(eq=False)
 class KeysOrValues:
-    """The keys or the values of one attention call, of shape `[B, H, T, D]`. `build` makes the segments at first use: kernels do not need
-    them."""
+    """The keys or the values of one attention call, of shape `[B, H, T, D]`. `build` makes the segments at
+    first use: kernels do not need them."""
 
     build: Callable[[], tuple[Segment, ...]]
     shape: tuple[int, int, int, int]
@@ -158,8 +159,8 @@ def scores_of_levels(q: Tensor, values: QuantizedValues) -> Tensor:
 
 
 def pv(p: Tensor, side: KeysOrValues) -> Tensor:
-    """Weighted sums of values: `p` `[B, H, R, T]` to `[B, H, R, D]`, in the dtype of `p`. Packed values are summed rotated, and rotated
-    back once."""
+    """Weighted sums of values: `p` `[B, H, R, T]` to `[B, H, R, D]`, in the dtype of `p`. Packed values are
+    summed rotated, and rotated back once."""
     sums: dict[Codec | None, Tensor] = {}
     start = 0
     for segment in side.segments:

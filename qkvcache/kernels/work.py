@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 LEAST_SPLIT, BALANCED_SPLIT, MOST_SPLITS = 128, 512, 100
-"""Fewest tokens of a split: fewer are not worth its partial outputs; fewest where the GPU has programs enough without; most splits of a
-row: joining more costs too much."""
+"""Fewest tokens of a split: fewer are not worth its partial outputs; fewest where the GPU has programs enough
+without; most splits of a row: joining more costs too much."""
 SPLIT_GRAIN, WAVES = 64, 4
-"""Splits begin at multiples of SPLIT_GRAIN tokens, a multiple of the tiles of all launches. WAVES: programs that run
-one after another on each place of the GPU when there are many tokens, so that few places wait for the last one."""
+"""Splits begin at multiples of SPLIT_GRAIN tokens, a multiple of the tiles of all launches. WAVES: programs
+that run one after another on each place of the GPU when there are many tokens, so that few places wait for
+the last one."""
 
 
 TOGETHER = 4
@@ -39,9 +40,9 @@ class Splits:
 
     @staticmethod
     def of(lengths: Tensor, max_length: int, programs: int, shares: Tensor | None = None) -> Splits:
-        """Divide rows with `lengths` tokens in pages, int32 `[B]`, each at most `max_length`, among `programs` that run
-        at a time for a head. Splits have equal length, so that programs end together. The host does not wait for the
-        device.
+        """Divide rows with `lengths` tokens in pages, int32 `[B]`, each at most `max_length`, among
+        `programs` that run at a time for a head. Splits have equal length, so that programs end together. The
+        host does not wait for the device.
 
         shares: int32 `[B, 1 + TOGETHER]`: of each row, the first tokens that it shares, whole pages, and the rows that share them and are
             read together, in the form of `items`. None: no rows share tokens

@@ -26,7 +26,7 @@ from ..kernels.attend.triton_attend import (
     exact_columns,
     head_of,
     page_of,
-    split_of,
+    place_of_program,
     tokens_of_split,
 )
 from ..kernels.device.math import MASKED_SCORE, exp2, inverse, log2
@@ -402,11 +402,11 @@ def attend_latents_kernel(
     KW: gl.constexpr = D // PER
     VW: gl.constexpr = P // V.per
     SWIZZLE: gl.constexpr = min(128, 2 * R)
-    each_query = gl.program_id(0).to(gl.int64)
+    each_query, split, splits = place_of_program(EXACT and not CHOSEN)
     block = gl.program_id(1)
-    split, splits = split_of(EXACT)
+    h = each_query * 0  # there is one head
+    each_query = each_query.to(gl.int64)
     b = each_query
-    h = gl.program_id(0) * 0  # there is one head
     r = block * R + gl.arange(0, R, OF_ROW)
     if CHOSEN:
         b = each_query // queries

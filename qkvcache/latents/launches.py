@@ -102,7 +102,8 @@ def _order_of_pieces(layout: PackedLayout, dim: int, device: torch.device) -> tu
     place = torch.arange(dim, device=device)
     word, plane = place // (piece * layout.per) * piece + place % piece, place // piece % layout.per
     channel = plane * words + word if layout.group else word * layout.per + plane
-    weights = torch.tensor([float(plane_offset.fn(layout, i)) for i in range(layout.per)], device=device)
+    offsets = [float(plane_offset.fn(layout, i)) for i in range(layout.per)]
+    weights = torch.tensor(offsets, dtype=torch.float32, device=device)
     return channel, weights[plane]
 
 

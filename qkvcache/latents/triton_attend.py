@@ -22,7 +22,7 @@ from ..kernels.attend.triton_attend import (
     head_of,
     hides_any,
     page_of,
-    split_of,
+    place_of_program,
     tokens_of_split,
 )
 from ..kernels.attend.triton_tiles import (
@@ -207,11 +207,11 @@ def attend_latents_kernel(
     V_ONCE: tl.constexpr = VALUES.once
     K_STRIDES: tl.constexpr = KEYS.strides
     V_STRIDES: tl.constexpr = VALUES.strides
-    each_query = tl.program_id(0).to(tl.int64)
+    each_query, split, splits = place_of_program(EXACT and not CHOSEN)
     block = tl.program_id(1)
-    split, splits = split_of(EXACT)
+    h = each_query * 0  # there is one head
+    each_query = each_query.to(tl.int64)
     b = each_query
-    h = tl.program_id(0) * 0  # there is one head
 
     r = block * R + tl.arange(0, R)
     if CHOSEN:

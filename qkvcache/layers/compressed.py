@@ -1,7 +1,7 @@
 """`CompressedLayer`: the cache of one model layer that keeps all tokens, quantized (`storage/`).
 
-The tokens of a step attend to each other exactly. The token of a step of one is read from the residual. In a step of
-several tokens, attention reads the tokens stored before the step and then the new tensors themselves.
+The tokens of a step attend to each other exactly. The token of a step of one is read from the residual. In a
+step of several tokens, attention reads the tokens stored before the step and then the new tensors themselves.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ KeysAndValues = tuple[Tensor | CompressedKV, Tensor | CompressedKV]
 
 
 def check_alike(stored: Pair, given: Pair, seq_length: Callable[[], int]) -> None:
-    """Raises ValueError if keys or values `given` `[B, H, T, D]` differ from those `stored` in anything but `T`. `seq_length()`: tokens
-    seen, for the message."""
+    """Raises ValueError if keys or values `given` `[B, H, T, D]` differ from those `stored` in anything but
+    `T`. `seq_length()`: tokens seen, for the message."""
     for held, new, what in zip(stored, given, ("keys", "values"), strict=True):
         if differ(held, new):
             raise ValueError(_difference(held, new, seq_length(), what))
@@ -69,8 +69,8 @@ POSITIONS = "position_ids"
 
 
 def rows_of(indices: Tensor | Sequence[int] | slice, count: int) -> list[int]:
-    """The rows among `count` that `DynamicCache.batch_select_indices` selects by these `indices`. Raises TypeError for a single index,
-    ValueError for none, IndexError for rows that do not exist."""
+    """The rows among `count` that `DynamicCache.batch_select_indices` selects by these `indices`. Raises
+    TypeError for a single index, ValueError for none, IndexError for rows that do not exist."""
     if not isinstance(indices, slice):
         indices = torch.as_tensor(indices, device="cpu")
         if indices.dim() != 1:
@@ -83,14 +83,15 @@ def rows_of(indices: Tensor | Sequence[int] | slice, count: int) -> list[int]:
 class CompressedLayer(CacheLayerMixin):
     """A layer that quantizes its tokens in `format`, except the first `num_sink_tokens` and the last `residual_length`.
 
-    `update` of an empty layer returns plain tensors, so that a prefill runs the model's own kernel on exact keys and
-    values; later it returns `CompressedKV`. Shapes come from the tensors: a tensor-parallel rank stores its own heads.
+    `update` of an empty layer returns plain tensors, so that a prefill runs the model's own kernel on exact
+    keys and values; later it returns `CompressedKV`. Shapes come from the tensors: a tensor-parallel rank
+    stores its own heads.
 
     Args:
         max_length: the most tokens that may be seen; storage for them is allocated at once. None: storage grows.
         compile: whether steps of a growing layer can be compiled; with `max_length` they always can. Pages are then added outside of
-            compiled code, when masks are made (`reserve`). If masks are made in compiled code too, tokens without room are dropped, and the
-            next call outside of it raises ValueError.
+            compiled code, when masks are made (`reserve`). If masks are made in compiled code too, tokens
+            without room are dropped, and the next call outside of it raises ValueError.
         new_pages: makes the pages of its storage, with the arguments of `RowPages`.
     """
 
@@ -133,9 +134,9 @@ class CompressedLayer(CacheLayerMixin):
         self.is_compileable = self.supports_early_init = compile or max_length is not None
         self.storage = None
         self.pending: Pair | None = None
-        """The tokens of a step that are not stored yet, because rows have no statistics and attention must first report the padding
-        (`attention/padding.py`). If attention does not go through transformers' interface, `commit` stores them as if there were no
-        padding."""
+        """The tokens of a step that are not stored yet, because rows have no statistics and attention must
+        first report the padding (`attention/padding.py`). If attention does not go through transformers'
+        interface, `commit` stores them as if there were no padding."""
         self.detached_from = 2**62
         """The first stored token that had a gradient, if it is still stored."""
         self.offload_pending = False
@@ -146,13 +147,13 @@ class CompressedLayer(CacheLayerMixin):
         self.mask_by_column: bool | None = True
         """Whether masks have `storage.columns` columns; masks of flash attention do not. None: not known."""
         self.prompt_columns = 0
-        """Columns to which a prompt is padded for models that need more columns than the prompt has tokens; 0: no
-        padding."""
+        """Columns to which a prompt is padded for models that need more columns than the prompt has tokens;
+        0: no padding."""
 
     @property
     def storage(self) -> Storage | None:
-        """The stored tokens; None before there is storage. The current stream waits for tokens that are still being
-        copied from host memory."""
+        """The stored tokens; None before there is storage. The current stream waits for tokens that are still
+        being copied from host memory."""
         if self.arrival is not None:
             arrival, self.arrival = self.arrival, None
             arrival.wait(torch.cuda.current_stream(self.device))
@@ -163,8 +164,8 @@ class CompressedLayer(CacheLayerMixin):
         self._storage, self.arrival = storage, None
 
     arrival: torch.cuda.Event | None = None
-    """The event after which the storage holds the tokens copied from host memory (`snapshot.restore`); None if nothing
-    is being copied."""
+    """The event after which the storage holds the tokens copied from host memory (`snapshot.restore`); None
+    if nothing is being copied."""
 
     def __getstate__(self) -> dict:
         _ = self.storage  # events cannot be copied
@@ -208,8 +209,8 @@ class CompressedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> KeysAndValues:  # type: ignore[override]
         """Stores keys and values `[B, H, T, D]`; returns the keys and values of all tokens seen, for attention.
 
-        Raises ValueError, and stores nothing, if the batch, head count, head_dim or dtype differ from the stored
-        tokens, or if `max_length` is exceeded.
+        Raises ValueError, and stores nothing, if the batch, head count, head_dim or dtype differ from the
+        stored tokens, or if `max_length` is exceeded.
         """
         if torch.compiler.is_compiling():
             if self.is_compileable:
@@ -307,8 +308,8 @@ class CompressedLayer(CacheLayerMixin):
     @torch.no_grad()
     @without_autocast()
     def store_pending(self, attention: PlainAttention | None, is_valid: Tensor | None = None) -> None:
-        """Stores pending tokens. Statistics come from the tokens that are not padding: in `attention`, or without it in `is_valid`, bool
-        `[B, T]`; None: from all tokens."""
+        """Stores pending tokens. Statistics come from the tokens that are not padding: in `attention`, or
+        without it in `is_valid`, bool `[B, T]`; None: from all tokens."""
         seq_length = self.get_seq_length()
         storage, (new, self.pending) = self.storage, (self.pending, None)
         if new is not None and storage is not None:
@@ -368,8 +369,8 @@ class CompressedLayer(CacheLayerMixin):
 
     @uncompiled("codes in storage that grows")
     def _update_uncompiled(self, key_states: Tensor, value_states: Tensor) -> KeysAndValues:
-        """`update` of a layer whose steps cannot be compiled, called from compiled code. The attention inputs hold the
-        residual in token order."""
+        """`update` of a layer whose steps cannot be compiled, called from compiled code. The attention inputs
+        hold the residual in token order."""
         result = self.update(key_states, value_states)
         if key_states.shape[2] > 1 or self.pending is not None or isinstance(result[0], Tensor):
             return result
@@ -470,8 +471,9 @@ class CompressedLayer(CacheLayerMixin):
             check_room(0, tokens, self.max_length)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The number of columns of a mask, and the position of the first: 0. If steps can be compiled, there are more
-        columns than stored tokens. Raises ValueError if `max_length` tokens are not enough for the queries."""
+        """The number of columns of a mask, and the position of the first: 0. If steps can be compiled, there
+        are more columns than stored tokens. Raises ValueError if `max_length` tokens are not enough for the
+        queries."""
         if not self.is_compileable:
             return self.get_seq_length() + query_length, 0
         if not torch.compiler.is_compiling():
@@ -536,8 +538,8 @@ class CompressedLayer(CacheLayerMixin):
         return twin
 
     def offload(self) -> None:
-        """Moves the layer to host memory. `Cache.update` calls this before attention; a prompt whose padding is not
-        known yet is stored and moved after it."""
+        """Moves the layer to host memory. `Cache.update` calls this before attention; a prompt whose padding
+        is not known yet is stored and moved after it."""
         self.offload_pending = self.pending is not None
         if not self.offload_pending:
             self._move(torch.device("cpu"))
@@ -597,8 +599,8 @@ class CompressedLayer(CacheLayerMixin):
 
     @without_autocast()
     def dense(self) -> Pair:
-        """All stored tokens in the model's dtype, keys and values `[B, H, T, D]`. Allocates the dense layer. Raises ValueError if the layer
-        is empty."""
+        """All stored tokens in the model's dtype, keys and values `[B, H, T, D]`. Allocates the dense layer.
+        Raises ValueError if the layer is empty."""
         if not self.get_seq_length():
             raise ValueError("the layer is empty")
         self.commit()

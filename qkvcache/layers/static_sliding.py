@@ -1,5 +1,5 @@
-"""`StaticSlidingLayer`: transformers' sliding window at fixed addresses, with the batch operations and checks of this
-library's layers."""
+"""`StaticSlidingLayer`: transformers' sliding window at fixed addresses, with the batch operations and checks
+of this library's layers."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class StaticSlidingLayer(StaticSlidingWindowLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Stores keys and values as transformers' layer does. Raises ValueError, and stores nothing, if the shapes or
-        dtype differ from stored ones or `max_length` is exceeded."""
+        """Stores keys and values as transformers' layer does. Raises ValueError, and stores nothing, if the
+        shapes or dtype differ from stored ones or `max_length` is exceeded."""
         if not torch.compiler.is_compiling():
             self.reserve(key_states.shape[2])
             if not self.cumulative_length_int:

@@ -1,8 +1,8 @@
-"""`PagedTokens`: the quantized tokens of one layer in pages of a pool, found through a table; `RowPages`, whose heads
-share the pages of a row.
+"""`PagedTokens`: the quantized tokens of one layer in pages of a pool, found through a table; `RowPages`,
+whose heads share the pages of a row.
 
-Appending writes into free slots; stored tokens are neither moved nor quantized again. Rows that are repeated, reordered or
-forked share pages until one of them writes.
+Appending writes into free slots; stored tokens are neither moved nor quantized again. Rows that are repeated,
+reordered or forked share pages until one of them writes.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class PagedTokens:
     # Statistics.
 
     def calibrate(self, x: Pair, is_valid: Tensor | None = None) -> None:
-        """Computes the statistics of rows that have none from keys and values `[B, H, T, D]`. `is_valid`: the tokens
-        that are not padding, bool `[B, T]`; None: all."""
+        """Computes the statistics of rows that have none from keys and values `[B, H, T, D]`. `is_valid`: the
+        tokens that are not padding, bool `[B, T]`; None: all."""
         if not self.calibrated:
             calibrate(self.pages, self.begun, both(Tensor.detach, x), is_valid)
             self.calibrated = is_valid is None
@@ -144,8 +144,8 @@ class PagedTokens:
     # Tokens.
 
     def store(self, x: Pair, slots: Tensor | int) -> None:
-        """Quantizes keys and values `[B, H, T, D]` into slots of the pages, `kernels.quantize_into`, in one launch if
-        there is a kernel, else block by block."""
+        """Quantizes keys and values `[B, H, T, D]` into slots of the pages, `kernels.quantize_into`, in one
+        launch if there is a kernel, else block by block."""
         tokens = x[0].shape[2]
         block = tokens if quantizes(self.codecs, x) else min(map(block_of, x))
         for at in range(0, tokens, block):
@@ -156,8 +156,8 @@ class PagedTokens:
         quantize_into(self.pages, x, slots)
 
     def simulate_pages(self, width: int, count: int) -> None:
-        """Allocates `count` pages, and a table of `width` columns. For planning, on the meta device: pages have no numbers, of which there
-        may be billions."""
+        """Allocates `count` pages, and a table of `width` columns. For planning, on the meta device: pages
+        have no numbers, of which there may be billions."""
         if count:
             self.pool.simulate(count)
             self.table = self._fitted(self.table, width, 0)
@@ -177,8 +177,8 @@ class PagedTokens:
         return max(zip(sizes, shared, strict=True), key=lambda found: (1 - 1 / found[0]) * found[1])
 
     def own(self, begin: int, used: int) -> None:
-        """Makes this the only owner of the pages in columns from `begin` on, which are about to be written. The first `used` of all columns
-        hold tokens, which are copied."""
+        """Makes this the only owner of the pages in columns from `begin` on, which are about to be written.
+        The first `used` of all columns hold tokens, which are copied."""
         if begin >= self.owned:
             return
         places, owners = [], self.pool.owners.copy()
@@ -218,8 +218,8 @@ class PagedTokens:
         self.bind()
 
     def _compact(self, fewer: bool) -> None:
-        """Moves the pages into a new pool, if no other table has pages of the present one, and half of it is free, or there are `fewer`
-        rows than before; `bind` must follow."""
+        """Moves the pages into a new pool, if no other table has pages of the present one, and half of it is
+        free, or there are `fewer` rows than before; `bind` must follow."""
         pool, pages = self.pool, _pages(self.numbers)
         free = len(pool.free())
         if not free or (2 * free < pool.capacity and not fewer) or int(pool.owners.sum()) != pages.size:
@@ -254,8 +254,8 @@ class PagedTokens:
     # The snapshot of some rows.
 
     def snapshot(self, rows: slice) -> dict[str, Tensor]:
-        """Tensors of some rows, by names `key.region.<buffer>`, `key.statistics.<buffer>`, and the same with `value`: the columns of codes
-        `[B, H', T, width]`, as views where possible."""
+        """Tensors of some rows, by names `key.region.<buffer>`, `key.statistics.<buffer>`, and the same with
+        `value`: the columns of codes `[B, H', T, width]`, as views where possible."""
         tensors: dict[str, Tensor] = {}
         for side, codes, statistics in zip(SIDES, self._codes_of(rows), self.statistics, strict=True):
             tensors |= {f"{side}.region.{name}": x for name, x in codes.items()}
@@ -375,8 +375,8 @@ class RowPages(PagedTokens):
         return True
 
     def simulate(self, length: Callable[[int], int], groups: int) -> None:
-        """Allocates the pages after `groups` groups of tokens; after `k` of them `length(k)` tokens are stored. Nothing is stored: for
-        planning, on the meta device."""
+        """Allocates the pages after `groups` groups of tokens; after `k` of them `length(k)` tokens are
+        stored. Nothing is stored: for planning, on the meta device."""
         slots, k = growth(0, length(0)), 0
         while slots < length(groups):
             k = bisect_left(range(groups), slots + 1, lo=k + 1, key=length)  # the first group without room
@@ -392,8 +392,8 @@ class RowPages(PagedTokens):
         self.count(x[0].shape[2])
 
     def count(self, tokens: int) -> None:
-        """Counts the next `tokens` slots as stored. Their codes are written already, or will be before they are
-        read."""
+        """Counts the next `tokens` slots as stored. Their codes are written already, or will be before they
+        are read."""
         self.length += tokens
         self.ahead = max(self.ahead - tokens, 0)
 
@@ -405,8 +405,8 @@ class RowPages(PagedTokens):
         self.ahead += tokens
 
     def packed(self, side: int, limit: int, length: int | None = None) -> Iterator[Packed]:
-        """Blocks of at most `limit` tokens of the keys (0) or values (1) of the first `length` tokens (None: of all), in order: views where
-        the pages of each row are neighbours."""
+        """Blocks of at most `limit` tokens of the keys (0) or values (1) of the first `length` tokens (None:
+        of all), in order: views where the pages of each row are neighbours."""
         codec, once, dim = self.codecs[side], self.pages.statistics[side], self.dims[side]
         blocks = self._blocks(side, self.length if length is None else length, limit)
         return (Packed(codec, codes | once, count, dim) for count, codes in blocks)
@@ -442,8 +442,8 @@ class RowPages(PagedTokens):
                 plane[: len(self.numbers), :, at : at + end - begin] = new[name]
 
     def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, Run, int]]:
-        """The tokens `begin` to `end` by runs: the first and the end of those in a run, the run, and the place of the first of them in
-        its slab."""
+        """The tokens `begin` to `end` by runs: the first and the end of those in a run, the run, and the
+        place of the first of them in its slab."""
         if self.runs is None:
             self.runs = _runs(self.pool, self.numbers)
         first = 0
@@ -500,8 +500,8 @@ class RowPages(PagedTokens):
 
 
 class Run(NamedTuple):
-    """Columns of a table, one after another. Their pages in row `b` are neighbours in group `b` of a slab, from `page` on; None: they are
-    anywhere."""
+    """Columns of a table, one after another. Their pages in row `b` are neighbours in group `b` of a slab,
+    from `page` on; None: they are anywhere."""
 
     columns: int
     slab: int = 0

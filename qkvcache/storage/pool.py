@@ -1,11 +1,11 @@
 """`PagePool`: the pages of one layer, which caches and their forks share.
 
-A page is one range of bytes with the planes of keys `[H', PAGE, width]`, then the planes of values. Pages are allocated in slabs, have
-numbers, and are counted: a page that several tables name is copied before one of its owners writes (`PagedTokens.own`). A slab
-whose pages are all free is given back.
+A page is one range of bytes with the planes of keys `[H', PAGE, width]`, then the planes of values. Pages are
+allocated in slabs, have numbers, and are counted: a page that several tables name is copied before one of its
+owners writes (`PagedTokens.own`). A slab whose pages are all free is given back.
 
-Kernels find pages by address. Where torch reads them, the pages of a row in a slab are neighbours instead, plane by plane, so that their
-tokens are a view of each plane.
+Kernels find pages by address. Where torch reads them, the pages of a row in a slab are neighbours instead,
+plane by plane, so that their tokens are a view of each plane.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ class PageLayout:
         return at + aligned(heads * self.page_size * width * dtype.itemsize, ALIGNMENT)
 
     def views(self, data: Tensor, groups: int, neighbours: int = 1, step: int | None = None, begin: int = 0) -> tuple[Codes, Codes]:
-        """Views of the planes of `groups` groups of `neighbours` pages in `data`, uint8 `[bytes]`, from byte `begin` on: `[G, H', n * PAGE,
-        width]` of keys and of values. `step`: bytes from a group to the next, which has all its planes; None: the planes of all groups
-        follow one another, so that matmuls read heads and groups as one batch."""
+        """Views of the planes of `groups` groups of `neighbours` pages in `data`, uint8 `[bytes]`, from byte
+        `begin` on: `[G, H', n * PAGE, width]` of keys and of values. `step`: bytes from a group to the next,
+        which has all its planes; None: the planes of all groups follow one another, so that matmuls read
+        heads and groups as one batch."""
         sides: tuple[Codes, Codes] = ({}, {})
         tokens = neighbours * self.page_size
         for side, name, dtype, heads, width, at in self.planes:
@@ -117,8 +118,8 @@ def zeros(nbytes: int, device: torch.device) -> Tensor:
 
 @dataclass(eq=False)
 class Slab:
-    """One allocation of `groups` groups of `neighbours` pages each; its pages have the numbers from `first` on. `step`: as in
-    `PageLayout.views`. `address`: where it begins, in units of ALIGNMENT bytes."""
+    """One allocation of `groups` groups of `neighbours` pages each; its pages have the numbers from `first`
+    on. `step`: as in `PageLayout.views`. `address`: where it begins, in units of ALIGNMENT bytes."""
 
     layout: PageLayout
     data: Tensor

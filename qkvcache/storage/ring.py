@@ -1,8 +1,9 @@
 """Rings of exact tokens: token `i` of those in a ring is in slot `(start + i) % R`.
 
-Growing and preallocated layers have as many tokens in the ring as follow from the tokens seen: `start` is the number of quantized tokens.
-Rings of requests (`batching/rings.py`) keep it by the token's number, too. A layer that drops tokens keeps `start`, since its ring takes in
-the tensors of a prompt as they are, and padding leaves it for the sinks and for the front of each row."""
+Growing and preallocated layers have as many tokens in the ring as follow from the tokens seen: `start` is the
+number of quantized tokens. Rings of requests (`batching/rings.py`) keep it by the token's number, too. A
+layer that drops tokens keeps `start`, since its ring takes in the tensors of a prompt as they are, and
+padding leaves it for the sinks and for the front of each row."""
 
 from __future__ import annotations
 

@@ -5,11 +5,11 @@
     residual   the last `residual_length` tokens and the token of the step, in the model's dtype: a ring, in which a new token
                overwrites the oldest
 
-After a step, the number of exact tokens follows from the number of tokens seen, as in batches (`batching/rings.py`).
-Without a kernel, tokens of the ring are quantized in groups, ahead of the steps in which they leave it, since quantizing
-them one by one would cost a CPU too much. Sinks and ring grow with the tokens to their full size; storage that is
-preallocated or compiled has it at once. Counts are kept on the host and on the device (`kernels.PagedInputs`), so
-that a step reads no number from the host.
+After a step, the number of exact tokens follows from the number of tokens seen, as in batches
+(`batching/rings.py`). Without a kernel, tokens of the ring are quantized in groups, ahead of the steps in
+which they leave it, since quantizing them one by one would cost a CPU too much. Sinks and ring grow with the
+tokens to their full size; storage that is preallocated or compiled has it at once. Counts are kept on the
+host and on the device (`kernels.PagedInputs`), so that a step reads no number from the host.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def check_room(seq_length: int, tokens: int, max_length: int) -> None:
 class LayerStorage:
     """The base of `Storage`, and of the storage of rooms.
 
-    A count on the host would be compiled into compiled code as a constant. Compiled code therefore counts on the device
-    and sets `uncounted` and `counts_stale` on the host; `sync_counts` reads the device once when an exact count is
-    needed.
+    A count on the host would be compiled into compiled code as a constant. Compiled code therefore counts on
+    the device and sets `uncounted` and `counts_stale` on the host; `sync_counts` reads the device once when
+    an exact count is needed.
     """
 
     max_length: int | None
@@ -140,9 +140,9 @@ class LayerStorage:
         return tensors, {}
 
     def check(self, tensors: dict[str, Tensor], numbers: dict[str, int], seen: int) -> None:
-        """Raises ValueError unless these are a valid snapshot, for `restore`, of rows that have seen `seen` tokens.
-        Names, dtypes and shapes must be as in this storage, which is empty and on the meta device, with the
-        snapshot's number of tokens in each zone."""
+        """Raises ValueError unless these are a valid snapshot, for `restore`, of rows that have seen `seen`
+        tokens. Names, dtypes and shapes must be as in this storage, which is empty and on the meta device,
+        with the snapshot's number of tokens in each zone."""
         columns = next((x.shape[2] for name, x in tensors.items() if name.startswith("key.region.")), 0)
         sinks, residual = (tensors[f"key.{zone}"].shape[2] if f"key.{zone}" in tensors else 0 for zone in ("sinks", "residual"))
         expected = self.form(tensors, sinks, columns, residual)
@@ -155,8 +155,8 @@ class LayerStorage:
         self.check_counts(tensors, numbers, seen, columns, residual)
 
     def form(self, tensors: dict[str, Tensor], sinks: int, columns: int, residual: int) -> dict[str, Tensor]:
-        """Empty tensors of the names, dtypes and shapes of a snapshot with so many tokens in each zone. `tensors`: a snapshot, of which
-        shapes that the zones do not tell are taken."""
+        """Empty tensors of the names, dtypes and shapes of a snapshot with so many tokens in each zone.
+        `tensors`: a snapshot, of which shapes that the zones do not tell are taken."""
         expected = self.tokens.form(columns)
         for side, like in zip(SIDES, self.sinks, strict=True):
             for zone, count in (("sinks", sinks), ("residual", residual)):
@@ -164,8 +164,8 @@ class LayerStorage:
         return expected
 
     def check_counts(self, tensors: dict[str, Tensor], numbers: dict[str, int], seen: int, columns: int, residual: int) -> None:
-        """Raises ValueError unless the counts of a snapshot agree with each other and with `seen`. Its tensors have
-        been checked. `columns`: of the codes; `residual`: of the residual."""
+        """Raises ValueError unless the counts of a snapshot agree with each other and with `seen`. Its
+        tensors have been checked. `columns`: of the codes; `residual`: of the residual."""
         raise NotImplementedError
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int]) -> None:
@@ -255,8 +255,8 @@ class Storage(LayerStorage):
 
     @cached_property
     def launch(self) -> Callable[[Pair], None] | None:
-        """A function that adds one token, `[B, H, 1, D]`, in one launch; None if there is no kernel. Prepared on first
-        use after `bind`."""
+        """A function that adds one token, `[B, H, 1, D]`, in one launch; None if there is no kernel. Prepared
+        on first use after `bind`."""
         return launch_of_step(self.inputs, (self.residual[0][:, :, :1], self.residual[1][:, :, :1]))
 
     @property
@@ -310,8 +310,8 @@ class Storage(LayerStorage):
         """Tokens for which the sinks and the ring are large enough."""
 
     def simulate(self, prompt: int, seq_length: int, query_heads: int) -> None:
-        """Allocates the storage of `seq_length` tokens, of which `prompt` came at once and the others one by one.
-        Nothing is stored: for planning, on the meta device."""
+        """Allocates the storage of `seq_length` tokens, of which `prompt` came at once and the others one by
+        one. Nothing is stored: for planning, on the meta device."""
         if self.max_length is None:
             before, after = self.overflow(prompt), self.overflow(max(prompt, seq_length))
             self.tokens.simulate(lambda k: before + k, after - before)
@@ -369,8 +369,9 @@ class Storage(LayerStorage):
         self.token = *(torch.Size((*x.shape[:2], 1, x.shape[3])) for x in (key, value)), key.dtype, value.dtype
 
     def add(self, x: Pair) -> AttentionInputs:
-        """Adds the tokens of a step, `[B, H, T, D]`, and returns the inputs of attention over all tokens: one token reads what is stored
-        then; several read what was stored before, and themselves. Raises ValueError if `max_length` does not allow them."""
+        """Adds the tokens of a step, `[B, H, T, D]`, and returns the inputs of attention over all tokens: one
+        token reads what is stored then; several read what was stored before, and themselves. Raises
+        ValueError if `max_length` does not allow them."""
         if x[0].shape[2] == 1:
             return self.add_token(x)
         self.sync_counts()
@@ -486,8 +487,8 @@ class Storage(LayerStorage):
             self.bind()
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keeps the rows with these indices; a row that occurs several times is repeated. Pages are shared until they are written; if
-        tensors keep their addresses, those with as many rows are overwritten."""
+        """Keeps the rows with these indices; a row that occurs several times is repeated. Pages are shared
+        until they are written; if tensors keep their addresses, those with as many rows are overwritten."""
         index = torch.tensor(rows, dtype=torch.int64, device=self.rows.device)
         in_place = self.static and len(rows) == len(self.rows)
         self._change(lambda x: selected(x, index, in_place))
@@ -553,8 +554,8 @@ def extended(x: Pair, tokens: int) -> Pair:
 
 
 def attention_inputs_of(sinks: Pair, tokens: RowPages, residual: Pair, joined: Pair | None = None) -> AttentionInputs:
-    """The inputs of attention over `sinks`, the tokens now in `tokens`, and `residual`, in this order. `joined`: sinks
-    and residual in one tensor for keys and one for values, if the caller has them."""
+    """The inputs of attention over `sinks`, the tokens now in `tokens`, and `residual`, in this order.
+    `joined`: sinks and residual in one tensor for keys and one for values, if the caller has them."""
     key, value = sides_of(sinks, tokens, residual)
     paged = None
     if tokens.pages.by_page or tokens.reads is not None:
@@ -565,8 +566,9 @@ def attention_inputs_of(sinks: Pair, tokens: RowPages, residual: Pair, joined: P
 def sides_of(
     sinks: Pair, tokens: Any, residual: Pair, counts: tuple[int, int, int] | None = None, start: int = 0
 ) -> tuple[KeysOrValues, KeysOrValues]:
-    """The keys and the values of `sinks`, the tokens in `tokens`, and `residual`, in this order. `counts`: of the three, the residual being
-    a ring whose oldest token is in slot `start % R`; None: all that are there now, and a residual in token order."""
+    """The keys and the values of `sinks`, the tokens in `tokens`, and `residual`, in this order. `counts`: of
+    the three, the residual being a ring whose oldest token is in slot `start % R`; None: all that are there
+    now, and a residual in token order."""
     return both(lambda side: _side_of(sinks[side], tokens, residual[side], side, counts, start), (0, 1))
 
 

@@ -1,7 +1,7 @@
 """Attention of many new tokens over a quantized past, without a dense layer.
 
-The past is dequantized chunk by chunk into scratch of a bounded size, flash attention runs on each chunk, and the outputs are merged by
-their log-sum-exps. The exact tokens, with the new ones, are one more part:
+The past is dequantized chunk by chunk into scratch of a bounded size, flash attention runs on each chunk, and
+the outputs are merged by their log-sum-exps. The exact tokens, with the new ones, are one more part:
 
     part       keys and values                                    mask
     chunk i    the next quantized tokens, in the model's dtype    none, or the columns that padding hides
@@ -10,9 +10,9 @@ their log-sum-exps. The exact tokens, with the new ones, are one more part:
 Flash attention takes no mask of columns: up to the last column that is hidden, torch's memory-efficient attention runs.
 cuDNN is faster, but prepares a plan for each shape that it first meets, which takes 45 to 800 ms on an H200: longer than a turn.
 
-The query heads of a group are rows of their KV head, so that keys and values are never copied for query heads. Vectors that are stored
-rotated stay rotated in the scratch: queries are rotated before, and the merged output of the chunks is rotated back.
-`attention/route.py` says which queries attend so.
+The query heads of a group are rows of their KV head, so that keys and values are never copied for query
+heads. Vectors that are stored rotated stay rotated in the scratch: queries are rotated before, and the merged
+output of the chunks is rotated back. `attention/route.py` says which queries attend so.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ CHUNK_TOKENS, CHUNK_BYTES = 65536, 512 * 2**20
 BLOCK = 2**24
 """The most scores in memory at a time where torch computes them."""
 MERGED_PARTS = 8
-"""The number of parts that are merged at a time. The outputs of more parts would take more memory than a dense
-layer."""
+"""The number of parts that are merged at a time. The outputs of more parts would take more memory than a
+dense layer."""
 
 
 Fill = Callable[[Pair], None]
@@ -48,8 +48,8 @@ Fill = Callable[[Pair], None]
 Piece = tuple[int, tuple[Codec, Codec], Fill]
 """A chunk of quantized tokens: their number, the codecs that rotated them, and the function that dequantizes them."""
 Part = tuple[Tensor, Tensor]
-"""Output `[B, H', R, Dv]` and log-sum-exp, fp32 `[B, H', R]`, of one part of the tokens. `H'` and `R` are query heads and queries, or,
-folded, KV heads and the queries of a group's heads one after another."""
+"""Output `[B, H', R, Dv]` and log-sum-exp, fp32 `[B, H', R]`, of one part of the tokens. `H'` and `R` are
+query heads and queries, or, folded, KV heads and the queries of a group's heads one after another."""
 
 
 def supports(query: Tensor, attention_inputs: AttentionInputs) -> bool:
@@ -75,8 +75,9 @@ def supports_queries(query: Tensor, value_dim: int) -> bool:
 def attend_chunked_pages(
     query: Tensor, pages: Pages, begin: int, end: int, sinks: Pair, recent: Pair, *, scaling: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`attend_chunked` over the tokens `begin` to `end` of pages with one table for all heads, between exact keys and values
-    `[B, H, T, D]`: first tokens, and the tokens after the pages, of which the last `Q` belong to the queries `[B, Hq, Q, D]`."""
+    """`attend_chunked` over the tokens `begin` to `end` of pages with one table for all heads, between exact
+    keys and values `[B, H, T, D]`: first tokens, and the tokens after the pages, of which the last `Q` belong
+    to the queries `[B, Hq, Q, D]`."""
     tokens = ChunkedKV.of_pages(pages, begin, end, sinks, recent)
     return attend_chunked(query, tokens, scaling=scaling)
 
@@ -88,8 +89,8 @@ def _pieces_of_pages(pages: Pages, begin: int, end: int, size: int) -> Iterator[
 
 @dataclass(frozen=True)
 class ChunkedKV:
-    """Exact keys and values `[B, H, T, D]`, with quantized tokens after the first `before` of them. `pieces` cuts the
-    quantized tokens into chunks of a given number of tokens."""
+    """Exact keys and values `[B, H, T, D]`, with quantized tokens after the first `before` of them. `pieces`
+    cuts the quantized tokens into chunks of a given number of tokens."""
 
     exact: Pair
     before: int
@@ -146,8 +147,8 @@ def attend_chunked(
     shown_from: int | None = None,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of the last `Q` tokens: the output `[B, Hq, Q, D]` in the query's dtype, and the log of the normaliser, fp32
-    `[B, Hq, Q]`.
+    """Causal attention of the last `Q` tokens: the output `[B, Hq, Q, D]` in the query's dtype, and the log
+    of the normaliser, fp32 `[B, Hq, Q]`.
 
     Args:
         query: `[B, Hq, Q, D]`, `Hq` a multiple of the KV heads; the tokens of the queries are the last `Q` of `tokens`, and exact.

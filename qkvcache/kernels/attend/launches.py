@@ -17,8 +17,9 @@ from .reference import Options
 
 @dataclass(frozen=True)
 class Launch:
-    """How the attention kernel is launched: tokens in a tile, tiles in flight, registers of a thread (None: the compiler chooses), programs
-    of a multiprocessor, warps of a program, query rows of a program; and whether it is the kernel for many rows, `attend_tiles_kernel`."""
+    """How the attention kernel is launched: tokens in a tile, tiles in flight, registers of a thread (None:
+    the compiler chooses), programs of a multiprocessor, warps of a program, query rows of a program; and
+    whether it is the kernel for many rows, `attend_tiles_kernel`."""
 
     tile: int = 32
     stages: int = 2
@@ -62,8 +63,8 @@ def launched(key: PackedLayout, value: PackedLayout, head_dim: int, rows: int = 
 def tiled(query: Tensor, inputs: PagedInputs, mask: Tensor | None, options: Options) -> Launch | None:
     """The launch of the kernel for many query rows; None where it does not serve these inputs, or is slower than the decode kernel.
 
-    It serves causal attention under no mask but one that hides columns, of quantized keys and values of 64 or 128 channels in fp16 or bf16,
-    on Hopper: on other GPUs nobody measured it."""
+    It serves causal attention under no mask but one that hides columns, of quantized keys and values of 64 or
+    128 channels in fp16 or bf16, on Hopper: on other GPUs nobody measured it."""
     if inputs.pages.per_head or inputs.work.splits or not options.get("causal"):
         return None
     return in_tiles(query, inputs, mask)
@@ -89,8 +90,8 @@ def _fits_tiles(layout: PackedLayout, head_dim: int) -> bool:
 
 
 OF_SHARED = Launch(64, 3, None, 4, 2, 16)
-"""The launch over tokens that rows share, for up to 32 query rows, the best measured on an H100. More rows of a program take more registers
-than they spare loads."""
+"""The launch over tokens that rows share, for up to 32 query rows, the best measured on an H100. More rows of
+a program take more registers than they spare loads."""
 LEAST_SPARED = 5 * 2**16
 """Tokens times KV heads that are not read again, from which on that launch pays: beside it, there is one over the tokens of each row."""
 
@@ -126,22 +127,24 @@ def programs_of(device: torch.device) -> int:
 
 
 def in_one_wave(tokens: int, groups: int, tile: int, programs: int) -> int:
-    """The number of splits of `tokens` quantized tokens, which `groups` programs would read without splits, such that all programs run at
-    a time.
+    """The number of splits of `tokens` quantized tokens, which `groups` programs would read without splits,
+    such that all programs run at a time, the programs of exact tokens among them.
 
     `tile`: tokens of a tile, which divides the tokens of a split. `programs`: that the GPU runs at a time."""
-    return _splits(tokens, programs // groups - 1, tile)  # one is for the exact tokens
+    return _splits(tokens, programs // groups - 1, tile)
 
 
 def split(tokens: int, groups: int, tile: int, programs: int) -> int:
-    """The better of `in_one_wave` and of more splits, whose programs follow one another, so that no places of the GPU are empty.
+    """The better of as many splits as run at a time, while the programs of exact tokens run after them
+    (`triton_attend.place_of_program`), and of more, whose programs follow one another, so that no places of
+    the GPU are empty. Arguments as in `in_one_wave`.
 
     Programs of `n` splits take as long as to read `tokens / n + SPLIT_COST` tokens. Many of them take `groups / programs` times as long as
     one, and half of one more, for which the last ones wait: the best `n` is where the derivative is 0."""
-    wave = programs // groups - 1
+    wave = programs // groups
     many = max(round((tokens * programs / (2 * SPLIT_COST * groups)) ** 0.5), 1)
     in_turn = groups / programs * (tokens + (many + EXACT_COST) * SPLIT_COST) + tokens / many / 2
-    return _splits(tokens, wave if wave > 0 and tokens / wave + EXACT_COST * SPLIT_COST < in_turn else many, tile)
+    return _splits(tokens, wave if wave and tokens / wave + EXACT_COST * SPLIT_COST < in_turn else many, tile)
 
 
 def _splits(tokens: int, wanted: int, tile: int) -> int:
@@ -151,5 +154,5 @@ def _splits(tokens: int, wanted: int, tile: int) -> int:
 
 
 SPLIT_COST, EXACT_COST = 150, 5 / 3
-"""What a split takes beside its tokens, as tokens, and what the program of exact tokens takes, as splits without tokens: by times of 7
-shapes, 5 formats and 1 to 8 splits on an H200."""
+"""What a split takes beside its tokens, as tokens, and what the program of exact tokens takes, as splits
+without tokens: by times of 7 shapes, 5 formats and 1 to 8 splits on an H200."""

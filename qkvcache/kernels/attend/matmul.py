@@ -10,8 +10,8 @@ BLOCK = 2**25
 
 
 def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b` of `[B, H, M, K]` and `[B, H, K, N]` in fp32, without gradients. Matrices of 16 bits are multiplied as they are where the GPU
-    sums products in fp32."""
+    """`a @ b` of `[B, H, M, K]` and `[B, H, K, N]` in fp32, without gradients. Matrices of 16 bits are
+    multiplied as they are where the GPU sums products in fp32."""
     halves = a.dtype == b.dtype and a.dtype in (torch.float16, torch.bfloat16)
     if halves and a.is_cuda and not torch.version.hip and not torch.compiler.is_compiling():
         return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32).unflatten(0, a.shape[:2])

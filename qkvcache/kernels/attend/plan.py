@@ -42,8 +42,8 @@ OF_CALL = (
 
 
 Arguments = tuple[tuple[Tensor, ...], tuple[Held, ...]]
-"""Queries as kernels read them, and rotated as quantized keys are unless the kernel for many rows does that; and the arguments `OF_LAYER`,
-`OF_INPUTS` and `OF_CALL`."""
+"""Queries as kernels read them, and rotated as quantized keys are unless the kernel for many rows does that;
+and the arguments `OF_LAYER`, `OF_INPUTS` and `OF_CALL`."""
 
 
 class Kind:
@@ -293,7 +293,8 @@ class Plan:
         if launches.many:  # beside few long splits, the programs of the exact tokens are brief
             programs += launches.panels * (programs <= 8 * launches.panels)
         if self.tokens is None or launches.many:
-            splits = (in_one_wave if launches.many else split)(n_quantized, launches.panels, launches.tile, programs)
+            beside = launches.many or self.kind.use.key.kind == "half"  # the exact tokens, which run last otherwise
+            splits = (in_one_wave if beside else split)(n_quantized, launches.panels, launches.tile, programs)
         else:  # rows of different lengths: as many tokens to a split as if all were one row
             least = max(self.tokens * launches.heads * launches.blocks // programs, least)
             least = -(-least // launches.tile) * launches.tile

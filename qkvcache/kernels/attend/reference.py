@@ -1,5 +1,5 @@
-"""Attention of a few queries over a compressed layer, softmax(q . k) . v, with the options of transformers' models, in plain torch: the
-reference that fused kernels are tested against.
+"""Attention of a few queries over a compressed layer, softmax(q . k) . v, with the options of transformers'
+models, in plain torch: the reference that fused kernels are tested against.
 
 Scores of all tokens exist at once, `[B, H, G * Q, T]` in fp32; keys and values never do (`segments.py`).
 """
@@ -106,8 +106,8 @@ def attend_pages(
             column is a token's index in its row.
         scaling, causal, softcap, sinks: see `Options`.
 
-    Returns the output `[B, Hq, Q, Dv]` in the query's dtype, and the log of the normaliser, fp32 `[B, Hq, Q]`. A row without tokens has the
-    output 0 and, without `sinks`, the log -inf.
+    Returns the output `[B, Hq, Q, Dv]` in the query's dtype, and the log of the normaliser, fp32 `[B, Hq,
+    Q]`. A row without tokens has the output 0 and, without `sinks`, the log -inf.
     """
     value, places = paged_side(inputs, 1)
     weights, _, lse = weigh_pages(query, inputs, places, mask, scaling, causal, softcap, sinks)
@@ -124,8 +124,9 @@ def weigh_pages(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The softmax weights of all slots, their scores under the mask, fp32 `[B, Hq, Q, S + max_length + R]`, and the log of the normaliser,
-    fp32 `[B, Hq, Q]`. `places`: of the quantized tokens (`paged_side`); other arguments as in `attend_pages`."""
+    """The softmax weights of all slots, their scores under the mask, fp32 `[B, Hq, Q, S + max_length + R]`,
+    and the log of the normaliser, fp32 `[B, Hq, Q]`. `places`: of the quantized tokens (`paged_side`); other
+    arguments as in `attend_pages`."""
     logits = scores(query, paged_side(inputs, 0)[0], scaling, softcap)
     logits = mask_slots(logits, inputs.columns(places), mask, causal)
     lse = torch.logsumexp(logits, -1)

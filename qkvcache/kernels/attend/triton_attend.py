@@ -1,15 +1,16 @@
 """The fused attention kernels: a few queries over a layer whose tokens are quantized, in one pass over the codes.
 
-One program is one warp: it reads one split of the tokens of one (sequence, KV head) for all query heads of the group. Tokens are the rows
-of both matrix products (scores^T = K q^T, output^T = V^T p^T), so that a tensor core serves eight query rows without waste, each code is
-unpacked once and in the registers where the product wants it (`device/unpack.py`), and warps share nothing. Codes stream through cp.async.
-The scale of a key multiplies its scores, and the product of the query with the mean of keys is added; the scale of a value joins the
-exponent, so that the weights that multiply codes never exceed 1:
+One program is one warp: it reads one split of the tokens of one (sequence, KV head) for all query heads of
+the group. Tokens are the rows of both matrix products (scores^T = K q^T, output^T = V^T p^T), so that a
+tensor core serves eight query rows without waste, each code is unpacked once and in the registers where the
+product wants it (`device/unpack.py`), and warps share nothing. Codes stream through cp.async. The scale of a
+key multiplies its scores, and the product of the query with the mean of keys is added; the scale of a value
+joins the exponent, so that the weights that multiply codes never exceed 1:
 
     u = s + log2(scale);  m = max u;  w = 2^(u - m);  output = sum w * number;  normaliser = sum w / scale
 
-Splits of the quantized region, and the exact tokens as one more split, leave partial outputs, which `triton_join.py` joins. All exponents
-are base 2.
+Splits of the quantized region, and the exact tokens as one more split, leave partial outputs, which
+`triton_join.py` joins. All exponents are base 2.
 
 Shapes of tiles: T tokens, R query rows, WIDE words of a token, `per` channels in a word. X, K and V are the `PackedLayout` of a codec."""
 
@@ -67,8 +68,8 @@ def _words(
 
 @triton.jit
 def _widened(words, WIDE: tl.constexpr, AXIS: tl.constexpr):
-    """Words of a tile, [T, N] with AXIS 0 and [N, T] with 1, repeated along N up to WIDE. The same register serves all repetitions, and is
-    unpacked once."""
+    """Words of a tile, [T, N] with AXIS 0 and [N, T] with 1, repeated along N up to WIDE. The same register
+    serves all repetitions, and is unpacked once."""
     N: tl.constexpr = words.shape[1 - AXIS]
     T: tl.constexpr = words.shape[AXIS]
     if N == WIDE:
@@ -84,12 +85,13 @@ def _tile(
     X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, planes, valid, AXIS: tl.constexpr,
     TAIL: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
-    """Words `first` to `first + WIDE` of the first T tokens of `planes`, as a tuple of X.per planes, fp16 (the model's
-    dtype for `half`): [T, WIDE] with AXIS 0, as keys are multiplied, and [WIDE, T] with 1, loaded transposed, which costs ldmatrix nothing.
-    Beyond the WORDS of a token are zeros, or its words again.
+    """Words `first` to `first + WIDE` of the first T tokens of `planes`, as a tuple of X.per planes, fp16
+    (the model's dtype for `half`): [T, WIDE] with AXIS 0, as keys are multiplied, and [WIDE, T] with 1,
+    loaded transposed, which costs ldmatrix nothing. Beyond the WORDS of a token are zeros, or its words
+    again.
 
-    `planes`: words of 16 bits [T, WORDS], of high bits [T, WORDS * X.high / 2], and shifts int16 [32, words] (`tables.py`). With TAIL,
-    tokens that are not `valid`, bool [T], read as 0."""
+    `planes`: words of 16 bits [T, WORDS], of high bits [T, WORDS * X.high / 2], and shifts int16 [32, words]
+    (`tables.py`). With TAIL, tokens that are not `valid`, bool [T], read as 0."""
     codes, high, shifts = planes
     KIND: tl.constexpr = X.kind
     READ: tl.constexpr = WORDS if X.group == 0 and WORDS < WIDE and WIDE % WORDS == 0 else WIDE
@@ -121,8 +123,8 @@ def capped(s, SOFTCAP: tl.constexpr, ARCH: tl.constexpr):
 def masked(s, mask, mask_rows, mask_stride, column, hides, MASK: tl.constexpr):
     """Scores `s`, fp32 [T, R], under the caller's mask: "float" is additive, "bool" has a row for each query, "row" one for all.
 
-    `mask_rows`: int [R], where the mask of a query row begins; `column`: int [T], the tokens' columns, `mask_stride` apart; `hides`: for
-    "row", whether the mask hides any token of the split."""
+    `mask_rows`: int [R], where the mask of a query row begins; `column`: int [T], the tokens' columns,
+    `mask_stride` apart; `hides`: for "row", whether the mask hides any token of the split."""
     if MASK == "row":
         if hides:
             shown = tl.load(mask + column * mask_stride)
@@ -138,8 +140,8 @@ def masked(s, mask, mask_rows, mask_stride, column, hides, MASK: tl.constexpr):
 
 @triton.jit
 def hides_any(mask, begin, end, mask_stride):
-    """Whether the mask, uint8 with columns `mask_stride` apart, hides any column from `begin` to `end`. It seldom does, and reading the
-    mask in each tile would wait for memory."""
+    """Whether the mask, uint8 with columns `mask_stride` apart, hides any column from `begin` to `end`. It
+    seldom does, and reading the mask in each tile would wait for memory."""
     i = tl.arange(0, 1024)
     shown = tl.full([1024], 1, tl.uint8)
     for at in range(begin, end, 1024):
@@ -196,9 +198,9 @@ def _region_tile(
     TAIL: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr,
     state, queries, k_planes, k_scales, v_planes, v_scales, valid, visible, hides, column,
 ):  # fmt: skip
-    """Adds one tile of T quantized tokens to `state`: running maximum fp32 [R], normaliser fp32 [T, R], what all channels of the output
-    share fp32 [T, R], the sum of weights, negative, fp32 [16, R] (`_sums_weights`), and a tuple of the planes of the output, fp32 [VT, R]
-    each. Returns the new state.
+    """Adds one tile of T quantized tokens to `state`: running maximum fp32 [R], normaliser fp32 [T, R], what
+    all channels of the output share fp32 [T, R], the sum of weights, negative, fp32 [16, R]
+    (`_sums_weights`), and a tuple of the planes of the output, fp32 [VT, R] each. Returns the new state.
 
     queries  as `query_planes` returns them
     k_planes   as in `_tile`, from the tile's first token on; k_scales as in `device/scales.py`; K_ONCE: one scale
@@ -268,8 +270,8 @@ def _region_tile(
 
 @triton.jit
 def exact_columns(at, tokens, start, oldest_slot, count, RING: tl.constexpr):
-    """Return whether the slots `at`, int [T], hold one of the exact tokens, bool [T], and their columns, int [T]. Arguments: see
-    `exact_tiles`."""
+    """Return whether the slots `at`, int [T], hold one of the exact tokens, bool [T], and their columns, int
+    [T]. Arguments: see `exact_tiles`."""
     valid = at < tokens
     column = start + at
     if RING:
@@ -322,8 +324,8 @@ def exact_tiles(
 
 @triton.jit
 def _butterflies(tiles, N: tl.constexpr, BIT: tl.constexpr):
-    """One stage of the Hadamard transform across N tiles, a tuple of tensors of one shape: sums and differences of tiles whose numbers
-    differ in the bit BIT."""
+    """One stage of the Hadamard transform across N tiles, a tuple of tensors of one shape: sums and
+    differences of tiles whose numbers differ in the bit BIT."""
     new = ()
     for i in tl.static_range(N):
         if i & BIT:
@@ -338,8 +340,8 @@ def query_planes(
     K: tl.constexpr, KW: tl.constexpr, KT: tl.constexpr, D: tl.constexpr, TURN: tl.constexpr, ARCH: tl.constexpr,
     SOFTCAP: tl.constexpr, region_query, q_rows, live, rotation, center, scaling,
 ):  # fmt: skip
-    """Query rows `q_rows`, int64 [R], of `region_query`, as the product with planes of keys needs them. Rows that are not `live`, bool [R],
-    are 0.
+    """Query rows `q_rows`, int64 [R], of `region_query`, as the product with planes of keys needs them. Rows
+    that are not `live`, bool [R], are 0.
 
     Returns planes, a tuple of [KT, R], fp16 (the model's dtype for `half`), and for each row, fp32 [R]: the factor of its scores, the sum
     of its channels, and its product with `center`, the mean of keys, fp32 [D]."""
@@ -445,14 +447,18 @@ def _store_region(out, at, state, live, V: tl.constexpr, DV: tl.constexpr, VW: t
 
 
 @triton.jit
-def split_of(EXACT: tl.constexpr):
-    """The split of a program, and how many there are. With EXACT, split 0, which is brief, runs last, and fills places of the GPU that
-    would wait for the longest programs."""
+def place_of_program(LAST: tl.constexpr):
+    """The number of a program among those of its split, its split, and how many splits there are.
+
+    With LAST, split 0, of the exact tokens, runs after all others: its programs are brief, and fill the
+    places of the GPU that would wait for the longest ones. Else the splits of a row follow one another: where
+    memory is the bound, brief programs that wait for their loads run beside others."""
     splits = tl.num_programs(2)
-    if EXACT:
-        return (tl.program_id(2) + 1) % splits, splits
+    if LAST:
+        return tl.program_id(0), (tl.program_id(2) + 1) % splits, splits
     else:
-        return tl.program_id(2), splits
+        number = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        return number // splits, number % splits, splits
 
 
 @triton.jit
@@ -463,9 +469,10 @@ def tokens_of_split(span, many, least, T: tl.constexpr):
 
 @triton.jit
 def page_of(X: tl.constexpr, D: tl.constexpr, ONCE: tl.constexpr, planes, strides: tl.constexpr, page, slot):
-    """Pointers to the codes, high bits and scales of one head at `slot` of a page, a multiple of 16, from `planes`,
-    those of the head in the first page: what is left of an address is the same in all tiles. `page`: int64, entries
-    from the first page's; strides over entries, and over heads, of each plane; ONCE: one scale serves all tokens."""
+    """Pointers to the codes, high bits and scales of one head at `slot` of a page, a multiple of 16, from
+    `planes`, those of the head in the first page: what is left of an address is the same in all tiles.
+    `page`: int64, entries from the first page's; strides over entries, and over heads, of each plane; ONCE:
+    one scale serves all tokens."""
     codes, high, scales = planes
     codes += tl.multiple_of(page * strides[0] + slot * (D // X.per), 16)
     if X.high:
@@ -477,8 +484,8 @@ def page_of(X: tl.constexpr, D: tl.constexpr, ONCE: tl.constexpr, planes, stride
 
 @triton.jit
 def head_of(X: tl.constexpr, ONCE: tl.constexpr, planes, strides: tl.constexpr, b, h):
-    """Pointers to the codes, high bits and scales of head `h` in the first page; with ONCE, scales of row `b`.
-    Arguments as in `page_of`."""
+    """Pointers to the codes, high bits and scales of head `h` in the first page; with ONCE, scales of row
+    `b`. Arguments as in `page_of`."""
     codes, high, scales = planes
     codes += tl.multiple_of(h * strides[1], 16)
     if X.high:
@@ -525,10 +532,11 @@ def attend_kernel(
 ):  # fmt: skip
     """Attention of `queries` queries over sinks, quantized tokens in pages, and a residual (`PagedInputs`), split over programs.
 
-    Grid (B * H, blocks of R query rows, splits); with EXACT, split 0 has the exact tokens. With ITEMS, the splits of all rows are
-    those of the items, and the grid is (H, blocks, N), as if N were the splits of one row. Strides are in elements, words of 16 bits for
-    packed codes. Channels are contiguous. Query row `r` of a KV head is query `r % queries` of query head `h * G + r // queries`; of an
-    item for M rows, it is the query of head `h * G + r // M` of the row `r % M` of the item.
+    Grid (B * H, blocks of R query rows, splits); with EXACT, split 0 has the exact tokens. With ITEMS, the
+    splits of all rows are those of the items, and the grid is (H, blocks, N), as if N were the splits of one
+    row. Strides are in elements, words of 16 bits for packed codes. Channels are contiguous. Query row `r` of
+    a KV head is query `r % queries` of query head `h * G + r // queries`; of an item for M rows, it is the
+    query of head `h * G + r // M` of the row `r % M` of the item.
 
     query          [B, H * G, queries, D] model dtype: query_strides over rows, heads and queries
     region_query   the same; or fp32 and rotated beforehand, with the strides of `query`
@@ -569,9 +577,8 @@ def attend_kernel(
     DV: tl.constexpr = VALUES.dim
     PAGE: tl.constexpr = PAGES[0]
     BASE: tl.constexpr = PAGES[1]
-    bh = tl.program_id(0)
+    bh, split, splits = place_of_program(EXACT and not ITEMS and KEYS.layout.kind != "half")
     block = tl.program_id(1)
-    split, splits = split_of(EXACT and not ITEMS)
     panel = (bh * tl.num_programs(1) + block).to(tl.int64)
     b = (bh // heads).to(tl.int64)
     h = bh % heads

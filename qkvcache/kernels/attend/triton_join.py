@@ -27,8 +27,8 @@ def reduce_kernel(
     V: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, SINKS: tl.constexpr,
     EXACT: tl.constexpr, TURN: tl.constexpr, STAGES: tl.constexpr, ITEMS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Joins splits, adds the mean of values, rotates back what was stored rotated, and divides by the normaliser. Grid (G * queries, B * H,
-    blocks of C channels): one query row each.
+    """Joins splits, adds the mean of values, rotates back what was stored rotated, and divides by the
+    normaliser. Grid (G * queries, B * H, blocks of C channels): one query row each.
 
     part       fp32 [B * H, blocks, splits, R, DV], contiguous: outputs. With EXACT, split 0 has the exact tokens, its channels in order;
                the others have channels plane after plane (`unpack`), rotated if V.rotated
@@ -36,8 +36,9 @@ def reduce_kernel(
     firsts     int32 [B + 1], `work.Splits.firsts`; read if ITEMS: `splits` then counts the splits of all rows, and the first dimension
                of `part` and `tops` is H
     SHARED     query rows in a block of a second launch, over tokens that `branches` rows of the batch share; 0: there is none. Its outputs
-               are behind the `before` query rows of the first: [B / branches * H, shared_blocks, shared_splits, SHARED], or with ITEMS
-               [H, ..]. Query `q` of head `g` of the group and of the row at place `p` is query row `(g * branches + p) * queries + q`
+               are behind the `before` query rows of the first: [B / branches * H, shared_blocks,
+               shared_splits, SHARED], or with ITEMS [H, ..]. Query `q` of head `g` of the group and of the
+               row at place `p` is query row `(g * branches + p) * queries + q`
     shares     int32 [B, 3], `work.Splits.shares`; read if SHARED and ITEMS
     sinks      [H * G]: a logit for each query head; read if SINKS
     signs      fp32 [DV], read if V.rotated

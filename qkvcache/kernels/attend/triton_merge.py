@@ -41,8 +41,8 @@ def _merge_kernel(
 ):  # fmt: skip
     """Merges attention over parts of the tokens, and the sinks, by their log-sum-exps. Grid (blocks of R query rows, B * H).
 
-    Strides are in elements; channels are contiguous. Query row `r` of a KV head is query `r % queries` of query head `h * G + r //
-    queries`.
+    Strides are in elements; channels are contiguous. Query row `r` of a KV head is query `r % queries` of
+    query head `h * G + r // queries`.
 
     outs     for each part, in the model's dtype: [B, H, >= rows, D] where FOLDED, else [B, H * G, queries, D]
     lses     for each part, fp32: [B, H, >= rows] where FOLDED, else [B, H * G, queries]

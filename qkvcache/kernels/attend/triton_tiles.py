@@ -1,16 +1,16 @@
 """Attention of many query rows over a layer whose tokens are quantized, in one pass over the codes, on tensor cores that want large tiles.
 
-One program reads one split of the tokens of one (sequence, KV head) for a block of 64 or 128 query rows (queries times the query heads of
-a group). Query rows are the rows of both products. A tile of tokens is dequantized once, to fp16 in shared memory, for all rows of the
-block, scale and all: for so many rows that is cheaper than scaling scores and weights, as `triton_attend.py` does for
-few. fp32 scales are divided by the largest scale of the split (`_norm`), so that fp16 holds the numbers; scores and
-outputs are multiplied by it.
+One program reads one split of the tokens of one (sequence, KV head) for a block of 64 or 128 query rows
+(queries times the query heads of a group). Query rows are the rows of both products. A tile of tokens is
+dequantized once, to fp16 in shared memory, for all rows of the block, scale and all: for so many rows that is
+cheaper than scaling scores and weights, as `triton_attend.py` does for few. fp32 scales are divided by the
+largest scale of the split (`_norm`), so that fp16 holds the numbers; scores and outputs are multiplied by it.
 
-Splits of the quantized region, and the exact tokens as one more, leave partial outputs in the order of `triton_attend.py`, which
-`triton_join.py` joins. All exponents are base 2.
+Splits of the quantized region, and the exact tokens as one more, leave partial outputs in the order of
+`triton_attend.py`, which `triton_join.py` joins. All exponents are base 2.
 
-A tile has its channels in the order in which assembly unpacks them (`_reordered`). Queries are reordered likewise, and outputs stored
-in the order that they have elsewhere.
+A tile has its channels in the order in which assembly unpacks them (`_reordered`). Queries are reordered
+likewise, and outputs stored in the order that they have elsewhere.
 
 Shapes of tiles: T tokens, R query rows. X, K and V are the `PackedLayout` of a codec."""
 
@@ -34,7 +34,7 @@ from .triton_attend import (
     head_of,
     hides_any,
     page_of,
-    split_of,
+    place_of_program,
     tokens_of_split,
 )
 
@@ -52,8 +52,9 @@ def _power(layout):
 def _reordered(X: tl.constexpr, x):
     """Vectors `x`, [R, D], with their channels in the order of a tile.
 
-    Of the eight words that a thread loads at once, the first four go to the first half of the tile, the others to the second: then threads
-    that store to shared memory at a time do not share banks. Four words lie there as two times two words, plane by plane."""
+    Of the eight words that a thread loads at once, the first four go to the first half of the tile, the
+    others to the second: then threads that store to shared memory at a time do not share banks. Four words
+    lie there as two times two words, plane by plane."""
     R: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
     PER: tl.constexpr = X.per
@@ -113,8 +114,9 @@ def _norm(
     BASE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the divisor of the scales and zeros of the tokens that are read from `low` to `high`, fp32, at least 1e-30; 1 if fp16
-    holds them anyway. `planes`, `strides`: as in `page_of`; `blocks`: those that are read, if BLOCK is not 0."""
+    """Return the divisor of the scales and zeros of the tokens that are read from `low` to `high`, fp32, at
+    least 1e-30; 1 if fp16 holds them anyway. `planes`, `strides`: as in `page_of`; `blocks`: those that are
+    read, if BLOCK is not 0."""
     if X.group > 0 or X.scale == "none":
         return 1.0
     else:
@@ -133,8 +135,8 @@ def _norm(
 
 @triton.jit
 def _page_of_tile(table, begin, high, place, PAGE: tl.constexpr, BASE: tl.constexpr):
-    """The entries of the pages of a tile's tokens `place`, int [T], from `begin` on and below `high`: one, or [T] where
-    tiles are longer than pages."""
+    """The entries of the pages of a tile's tokens `place`, int [T], from `begin` on and below `high`: one, or
+    [T] where tiles are longer than pages."""
     if place.shape[0] <= PAGE:
         return entry_of(table, tl.minimum(begin, high - 1), True, PAGE, BASE)
     else:
@@ -159,12 +161,12 @@ def _scales_of_plane(X: tl.constexpr, WORDS: tl.constexpr, by_group, i: tl.const
 
 @triton.jit
 def _stored(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, planes, slot, ARCH: tl.constexpr):
-    """Load the stored planes of the tokens `slot`, int [T], of one head, in the form that `_tile` takes: codes, two
-    words as one int32 [T, words / 2]; then high bits, if X.high, likewise where codes have two, else int16 [T, words];
-    then the scales of groups, or scale and zero of tokens.
+    """Load the stored planes of the tokens `slot`, int [T], of one head, in the form that `_tile` takes:
+    codes, two words as one int32 [T, words / 2]; then high bits, if X.high, likewise where codes have two,
+    else int16 [T, words]; then the scales of groups, or scale and zero of tokens.
 
-    `planes`: pointers to the planes of the page, or [T], of each token's page: words of 16 bits [slots, D / X.per],
-    high bits [slots, X.high / 2 as many], and scales as in `device/scales.py`."""
+    `planes`: pointers to the planes of the page, or [T], of each token's page: words of 16 bits [slots, D /
+    X.per], high bits [slots, X.high / 2 as many], and scales as in `device/scales.py`."""
     codes, high, scales = planes
     WORDS: tl.constexpr = D // X.per
     HALF: tl.constexpr = WORDS // 2
@@ -189,8 +191,8 @@ def _words(pairs):
 
 @triton.jit
 def _tile(X: tl.constexpr, D: tl.constexpr, stored, norm, ARCH: tl.constexpr):
-    """Convert the result of `_stored` to numbers: fp16 [T, D], in units of `unit_of(X) * norm / _power(X)`, the
-    channels in the order of `_reordered`. `norm`: fp32, from `_norm`."""
+    """Convert the result of `_stored` to numbers: fp16 [T, D], in units of `unit_of(X) * norm / _power(X)`,
+    the channels in the order of `_reordered`. `norm`: fp32, from `_norm`."""
     T: tl.constexpr = stored[0].shape[0]
     WORDS: tl.constexpr = D // X.per
     KIND: tl.constexpr = X.kind
@@ -257,8 +259,8 @@ def _region_tile(
     SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr,
     state, stored, queries, k_planes, k_norm, v_planes, v_norm, next_slot, valid, mask, mask_stride, column, hides,
 ):  # fmt: skip
-    """Adds a tile, of which `stored` holds keys and values (`_stored`), to `state` (`_absorb`). Returns the new state and what is stored of
-    the tokens `next_slot`, int [T]; with TAIL there are none.
+    """Adds a tile, of which `stored` holds keys and values (`_stored`), to `state` (`_absorb`). Returns the
+    new state and what is stored of the tokens `next_slot`, int [T]; with TAIL there are none.
 
     queries   as `_queries` returns them, the factor times the factor of the tile; k_planes: as in `_stored`; k_norm: as in `_tile`
     valid     bool [T], which tokens there are; column: int [T], columns of the mask, read with MASK if it `hides` any
@@ -346,8 +348,8 @@ def attend_tiles_kernel(
     KEYS: tl.constexpr, VALUES: tl.constexpr, PAGES: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
     EXACT: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
-    """Causal attention of the last `queries` tokens, which are among the residual, over sinks, quantized tokens in pages that heads share
-    and the residual (`paged_inputs.PagedInputs`), split over programs.
+    """Causal attention of the last `queries` tokens, which are among the residual, over sinks, quantized
+    tokens in pages that heads share and the residual (`paged_inputs.PagedInputs`), split over programs.
 
     Grid (B * H, blocks of R query rows, splits); with EXACT, split 0 has the exact tokens. Strides are in elements. Channels are
     contiguous. Query row `r` of a KV head is query `r % queries` of query head `h * G + r // queries`.
@@ -373,9 +375,8 @@ def attend_tiles_kernel(
     V_ONCE: tl.constexpr = VALUES.once
     K_STRIDES: tl.constexpr = KEYS.strides
     V_STRIDES: tl.constexpr = VALUES.strides
-    bh = tl.program_id(0)
+    bh, split, splits = place_of_program(False)
     block = tl.program_id(1)
-    split, splits = split_of(EXACT)
     b = (bh // heads).to(tl.int64)
     h = bh % heads
 

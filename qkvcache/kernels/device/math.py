@@ -1,5 +1,6 @@
-"""Exponentials, logarithms and reciprocals of the special function units of NVIDIA GPUs, without Triton's handling of denormal numbers,
-which costs five instructions. `ARCH` is the compute capability (90: Hopper), or 0 where there is no NVIDIA assembly: plain Triton there."""
+"""Exponentials, logarithms and reciprocals of the special function units of NVIDIA GPUs, without Triton's
+handling of denormal numbers, which costs five instructions. `ARCH` is the compute capability (90: Hopper), or
+0 where there is no NVIDIA assembly: plain Triton there."""
 
 from __future__ import annotations
 

@@ -16,8 +16,9 @@ def _half(word):
 
 @triton.jit
 def token_scale(X: tl.constexpr, ONCE: tl.constexpr, scales, slot):
-    """Scale and zero of the tokens `slot`, int [T], as fp32 [T] each, from the plane `scales` of their head. With ONCE, one entry serves
-    all tokens. The zero of the scale kind `hidden` counts steps of the code; the zero of `pair` is a value."""
+    """Scale and zero of the tokens `slot`, int [T], as fp32 [T] each, from the plane `scales` of their head.
+    With ONCE, one entry serves all tokens. The zero of the scale kind `hidden` counts steps of the code; the
+    zero of `pair` is a value."""
     if X.scale == "fp32":
         scale = tl.load(scales + slot * (1 - ONCE))
         zero = (slot * 0).to(tl.float32)  # not of the scale, which is loaded: it would be waited for here
@@ -90,9 +91,10 @@ def group_scales(X: tl.constexpr, WORDS: tl.constexpr, scales, slot, ARCH: tl.co
 def scale_of_plane(
     X: tl.constexpr, WORDS: tl.constexpr, by_group, scales, slot, first: tl.constexpr, i: tl.constexpr, TOKENS_AXIS: tl.constexpr
 ):
-    """Scales of the channels that plane `i` holds of 16 words from word `first` on: channel `i * WORDS + word` (`triton_attend._channel`).
-    Words beyond WORDS, whose codes are loaded as 0, get the scale of the last group. fp16, [T, 1] or [T, 16] with TOKENS_AXIS 0, [1, T] or
-    [16, T] with 1. `by_group` comes from `group_scales`; `scales` and `slot` as there."""
+    """Scales of the channels that plane `i` holds of 16 words from word `first` on: channel `i * WORDS +
+    word` (`triton_attend._channel`). Words beyond WORDS, whose codes are loaded as 0, get the scale of the
+    last group. fp16, [T, 1] or [T, 16] with TOKENS_AXIS 0, [1, T] or [16, T] with 1. `by_group` comes from
+    `group_scales`; `scales` and `slot` as there."""
     GROUP: tl.constexpr = X.group
     GROUPS: tl.constexpr = WORDS * X.per // GROUP
     if WORDS % 16 == 0:
@@ -107,8 +109,8 @@ def scale_of_plane(
 
 @triton.jit
 def scaled(X: tl.constexpr, numbers, scale):
-    """`(numbers - offset) * scale` in fp16, with the scale of each group. Two roundings: of `scale * offset`, to 2^-12 of itself, and of
-    the result."""
+    """`(numbers - offset) * scale` in fp16, with the scale of each group. Two roundings: of `scale * offset`,
+    to 2^-12 of itself, and of the result."""
     if offset_of(X) != 0:
         return tl.fma(numbers, tl.broadcast_to(scale, numbers.shape), tl.broadcast_to(scale * -offset_of(X), numbers.shape))
     else:

@@ -4,9 +4,9 @@ A code becomes a number by putting its bits where fp16 keeps them: an integer n 
 Nothing is converted, and whoever uses the numbers takes `offset_of` away and multiplies by `unit_of` where that is cheap: on the scores, or
 once on the output. Levels that no shift yields come from a table of bytes, of which PRMT reads four entries at a time.
 
-The `PackedLayout` of a codec is a constant of a kernel; a new kind of codes is a branch of `unpack`, with its unit and its offset. On
-NVIDIA GPUs (`ARCH` > 0) the bit operations act on two words at once, as they lie in a register of a matrix operand; elsewhere, in the
-interpreter among others, plain Triton does the same.
+The `PackedLayout` of a codec is a constant of a kernel; a new kind of codes is a branch of `unpack`, with its
+unit and its offset. On NVIDIA GPUs (`ARCH` > 0) the bit operations act on two words at once, as they lie in a
+register of a matrix operand; elsewhere, in the interpreter among others, plain Triton does the same.
 """
 
 from __future__ import annotations
@@ -211,8 +211,9 @@ _ASM["lut3"] = (
     + "}"
 )
 _PLACES2 = tl.constexpr((6, 8, 4, 6, 8, 4, 6, 8))
-"""The bit of the mantissa at which the two bits of each channel are read, those of the first two and of the last three after a shift by
-six. A number `n` from bit `p` on reads 2^(10 - p) + n, under the exponent 25 - p: up to 67, since sums lose bits to larger ones."""
+"""The bit of the mantissa at which the two bits of each channel are read, those of the first two and of the
+last three after a shift by six. A number `n` from bit `p` on reads 2^(10 - p) + n, under the exponent 25 - p:
+up to 67, since sums lose bits to larger ones."""
 _ASM["int2"] = (
     "{ .reg .b32 l, r; shl.b32 l, $8, 6; shr.u32 r, $8, 6;"
     + "".join(
@@ -233,8 +234,8 @@ def _bytes_of(table: tuple[int, ...], to: str, nibbles: str) -> str:
 
 
 def _paired(nibbles: str, planes: tuple[str, ...], table: tuple[int, ...]) -> str:
-    """Look up the entries of four nibbles of each of two words, as the low bytes of fp16 numbers. The high bytes, signs
-    of entries, are 0."""
+    """Look up the entries of four nibbles of each of two words, as the low bytes of fp16 numbers. The high
+    bytes, signs of entries, are 0."""
     held = _in_register(table[0], f"{nibbles}0") + _in_register(table[2], f"{nibbles}2")
     read = f"{held} {_bytes_of(table, 'x', nibbles)} shr.u32 {nibbles}, {nibbles}, 16; {_bytes_of(table, 'h', nibbles)}"
     return read + "".join(f" prmt.b32 {to}, x, h, {0xC480 + 0x1111 * i:#x};" for i, to in enumerate(planes))

@@ -1,5 +1,5 @@
-"""Chooses between kernels: Triton on a GPU, the torch reference elsewhere. `QKVCACHE_KERNELS=torch` or `triton` forces one (triton on a
-CPU needs its interpreter, `TRITON_INTERPRET=1`).
+"""Chooses between kernels: Triton on a GPU, the torch reference elsewhere. `QKVCACHE_KERNELS=torch` or
+`triton` forces one (triton on a CPU needs its interpreter, `TRITON_INTERPRET=1`).
 
 Where there is no Triton kernel for a codec or a shape, the torch reference runs; on a GPU, where it is slow, with one warning.
 """
@@ -116,8 +116,8 @@ def compiles_step(inputs: PagedInputs) -> bool:
 
 
 def compile_step(inputs: PagedInputs, query: Tensor, mask: Tensor | None, **options: Unpack[Options]) -> None:
-    """Begins to compile, in other threads, what a step of one token launches: storing it, and attention of `query`, `[B, Hq, 1, D]`, under
-    `mask` to `inputs`. Does so once for layers that are alike."""
+    """Begins to compile, in other threads, what a step of one token launches: storing it, and attention of
+    `query`, `[B, Hq, 1, D]`, under `mask` to `inputs`. Does so once for layers that are alike."""
     _STEPS.add(_kind_of_step(inputs))
     if not module("attend.launches").supports(inputs, query):
         return
@@ -139,8 +139,8 @@ def fuses(kernels: str, inputs: PagedInputs, query: Tensor, *others: Any) -> boo
 
 
 def attends_in_tiles(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None) -> bool:
-    """Whether the fused kernel for many rows serves causal attention to these inputs. Dequantizing is faster where pages lie in host
-    memory, which it reads once."""
+    """Whether the fused kernel for many rows serves causal attention to these inputs. Dequantizing is faster
+    where pages lie in host memory, which it reads once."""
     inputs = attention_inputs.paged
     if inputs is None or inputs.pages.on_host or torch.compiler.is_compiling() or not on_triton(query.device):
         return False
@@ -165,8 +165,8 @@ def attend_on_codes(query: Tensor, attention_inputs: AttentionInputs, mask: Tens
 
 
 def plan_on_codes(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, **options: Unpack[Options]) -> Any:
-    """The plan of `attend_on_codes` for layers that are alike (`plan.Plan`); None where there is no kernel, or each layer chooses what it
-    reads."""
+    """The plan of `attend_on_codes` for layers that are alike (`plan.Plan`); None where there is no kernel,
+    or each layer chooses what it reads."""
     inputs = attention_inputs.paged
     return None if inputs is None or attention_inputs.by_head else plan_pages(query, inputs, mask, **options)
 
@@ -204,8 +204,8 @@ def _attend_pages(
 
 
 def split_rows(lengths: Tensor, max_length: int, heads: int, shares: Tensor | None = None) -> Splits | None:
-    """`Splits` of rows with `lengths` tokens in pages, int32 `[B]`, at most `max_length`, and `heads` KV heads; None
-    where the torch reference attends. `shares`: as in `Splits.of`."""
+    """`Splits` of rows with `lengths` tokens in pages, int32 `[B]`, at most `max_length`, and `heads` KV
+    heads; None where the torch reference attends. `shares`: as in `Splits.of`."""
     if not on_triton(lengths.device):
         return None
     return Splits.of(lengths, max_length, max(module("attend.launches").programs_of(lengths.device) // heads, 1), shares)

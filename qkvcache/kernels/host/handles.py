@@ -1,11 +1,12 @@
 """Handles: one tensor stands for the inputs of a layer in compiled code.
 
-torch.compile checks every tensor of a graph at each step, and a layer has a dozen. A graph is therefore given a `handle`, a tensor of one
-element, and operators find the inputs by its address. Inputs have the same handle if and only if their tensors have the same addresses,
-shapes and dtypes. A CUDA graph is recorded again for a handle at another address, and therefore never reads a tensor that has moved.
+torch.compile checks every tensor of a graph at each step, and a layer has a dozen. A graph is therefore given
+a `handle`, a tensor of one element, and operators find the inputs by its address. Inputs have the same handle
+if and only if their tensors have the same addresses, shapes and dtypes. A CUDA graph is recorded again for a
+handle at another address, and therefore never reads a tensor that has moved.
 
-torch does not see the tensors that operators write behind a handle. Operators that write therefore say that they write `order`, and those
-that read also take it, so that they run in the order of the code.
+torch does not see the tensors that operators write behind a handle. Operators that write therefore say that
+they write `order`, and those that read also take it, so that they run in the order of the code.
 """
 
 from __future__ import annotations

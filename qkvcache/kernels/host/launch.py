@@ -1,8 +1,9 @@
 """Launches that cost the host little: Triton compiles and finds a kernel, and later launches call it.
 
-At each launch Triton binds all arguments, and makes a key of their types, alignments and constants, which takes several times as long as
-the launch itself. In a decode step little of that changes: a `Launcher` looks at what may have changed, and calls the compiled kernel that
-Triton's own launch returned for arguments of the same kinds.
+At each launch Triton binds all arguments, and makes a key of their types, alignments and constants, which
+takes several times as long as the launch itself. In a decode step little of that changes: a `Launcher` looks
+at what may have changed, and calls the compiled kernel that Triton's own launch returned for arguments of the
+same kinds.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _KNOWN = "function", "packed_metadata", "launch_metadata", "launch_enter_hook", 
 def described(values: Iterable[Any]) -> tuple[tuple, tuple]:
     """The kinds of arguments; and the arguments with addresses in place of tensors, which the driver would look at each time.
 
-    Triton compiles one kernel for arguments of the same kinds. They may have more kinds than Triton tells apart. Raises KeyError for
-    arguments of other types."""
+    Triton compiles one kernel for arguments of the same kinds. They may have more kinds than Triton tells
+    apart. Raises KeyError for arguments of other types."""
     kinds, addresses = list[Any](), list[Any]()
     for x in values:
         kind: Any = type(x)
@@ -74,8 +75,8 @@ _low_bits = (15).__and__
 
 
 def _without_tensors(x: Any) -> Any:
-    """`x` with what Triton looks at in a tensor in place of each. A tensor, such as the last query of a prompt, would keep memory alive
-    while another thread compiles."""
+    """`x` with what Triton looks at in a tensor in place of each. A tensor, such as the last query of a
+    prompt, would keep memory alive while another thread compiles."""
     if isinstance(x, tuple):
         return tuple(map(_without_tensors, x))
     return SimpleNamespace(dtype=x.dtype, data_ptr=partial(int, x.data_ptr())) if isinstance(x, Tensor) else x
@@ -92,8 +93,8 @@ _COMPILING: dict[Any, Future] = {}
 
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
-    """Launches by `Launcher` within, in this thread, compile their kernels in other threads, and run nothing. The first launch after them
-    waits for its kernel."""
+    """Launches by `Launcher` within, in this thread, compile their kernels in other threads, and run nothing.
+    The first launch after them waits for its kernel."""
     _AHEAD.on = True
     try:
         yield
@@ -172,8 +173,8 @@ class Launcher:
         return named | dict(zip(self.given, tensors, strict=True))
 
     def _compile(self, grid: tuple[int, int, int], named: dict[str, Any]) -> None:
-        """Compiles the kernel, and the code that launches it, of which Triton keeps both. Calls no CUDA but what says the device: a graph
-        may be captured meanwhile."""
+        """Compiles the kernel, and the code that launches it, of which Triton keeps both. Calls no CUDA but
+        what says the device: a graph may be captured meanwhile."""
         with torch.cuda.device(self.index):
             compiled = self.kernel.warmup(**named, **self.fixed, grid=grid)
             if host := getattr(driver.active, "launcher_cls", None):
@@ -181,8 +182,8 @@ class Launcher:
 
 
 def _callable(kernel: Any) -> bool:
-    """Whether compiled kernels can be called: by Triton's compiler for NVIDIA's GPUs (of AMD's, it looks at the sizes of tensors, too),
-    in a release whose launch is as known."""
+    """Whether compiled kernels can be called: by Triton's compiler for NVIDIA's GPUs (of AMD's, it looks at
+    the sizes of tensors, too), in a release whose launch is as known."""
     return (
         isinstance(kernel, JITFunction)
         and {*_KNOWN} <= {*JITFunction.run.__code__.co_names}

@@ -1,7 +1,7 @@
 """Kernels as operators of torch, so that `torch.compile(fullgraph=True)` sees one operation for each.
 
-Operators accept tensors and numbers only: a handle stands for attention inputs (`handles.py`). Those that return nothing need no fake
-implementation.
+Operators accept tensors and numbers only: a handle stands for attention inputs (`handles.py`). Those that
+return nothing need no fake implementation.
 """
 
 from __future__ import annotations

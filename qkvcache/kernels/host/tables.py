@@ -1,7 +1,7 @@
 """Constant tensors that kernels read: they depend on codecs and shapes alone, and are cached for the process.
 
-A CUDA graph reuses the memory of tensors that are allocated while it is captured, so that none of those may be cached: `dispatch.prepare`
-allocates all of them beforehand.
+A CUDA graph reuses the memory of tensors that are allocated while it is captured, so that none of those may
+be cached: `dispatch.prepare` allocates all of them beforehand.
 """
 
 from __future__ import annotations

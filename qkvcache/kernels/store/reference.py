@@ -43,8 +43,9 @@ def calibrate(pages: Pages, begun: Tensor, x: Pair, is_valid: Tensor | None) -> 
 
 
 def step(inputs: PagedInputs, x: Pair) -> None:
-    """Stores new tokens, keys and values `[B, H, T, D]`, with counts on the device: the first as sinks, the others in the ring. Tokens that
-    leave the ring are quantized. A step that does not fit is dropped and counted in `control`. All rows have as many tokens."""
+    """Stores new tokens, keys and values `[B, H, T, D]`, with counts on the device: the first as sinks, the
+    others in the ring. Tokens that leave the ring are quantized. A step that does not fit is dropped and
+    counted in `control`. All rows have as many tokens."""
     rows, control, ring = inputs.rows, inputs.control, inputs.ring[0].shape[2]
     if rows is None or control is None:
         raise ValueError("the inputs have no counts on the device")
@@ -76,8 +77,8 @@ def step(inputs: PagedInputs, x: Pair) -> None:
 
 
 def unfold(inputs: PagedInputs, columns: int, new: Pair) -> Pair:
-    """Keys and values of all tokens at their columns, `[B, H, columns, D]` each, followed by `new` `[B, H, T, D]`,
-    which are not stored yet. Columns without a token are zero. All rows have as many tokens."""
+    """Keys and values of all tokens at their columns, `[B, H, columns, D]` each, followed by `new` `[B, H, T,
+    D]`, which are not stored yet. Columns without a token are zero. All rows have as many tokens."""
     out = []
     for side in (0, 1):
         held, places = paged_side(inputs, side)
@@ -112,8 +113,8 @@ def gather_tiles(lengths: Sequence[int]) -> list[int]:
 
 
 def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], tiles: Tensor, out: Pair) -> None:
-    """Writes all tokens of rows of different lengths, one row after another, in the model's dtype: of each row sinks, quantized tokens, the
-    tokens of the ring and, after these, its new tokens.
+    """Writes all tokens of rows of different lengths, one row after another, in the model's dtype: of each
+    row sinks, quantized tokens, the tokens of the ring and, after these, its new tokens.
 
     Args:
         inputs: its heads share the pages of a row.

@@ -1,8 +1,8 @@
 """`Codec.dequantize` of keys or values in one launch, where a whole layer must be in the model's dtype.
 
-A program dequantizes a tile of tokens with all channels, and rotates it back. It rotates integers (levels counted in
-half steps), which are exact in bfloat16, and multiplies by the scale afterwards. Where scales span groups, products of
-code and scale are split into two bfloat16, which is exact as well."""
+A program dequantizes a tile of tokens with all channels, and rotates it back. It rotates integers (levels
+counted in half steps), which are exact in bfloat16, and multiplies by the scale afterwards. Where scales span
+groups, products of code and scale are split into two bfloat16, which is exact as well."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ..segments import layout_of
 GREATEST_HEAD_DIM, GREATEST_POWER = 256, 512
 """The greatest head_dim, and the greatest that is a power of two."""
 REGION_TILE = 32
-"""Tokens of a program that dequantizes pages: of 32, 64, 128 and 256 the best for int8 and fp8 on an H100, at nine and eight tenths of
-the speed of a copy (`eval/results/past.jsonl`, "dequantized region")."""
+"""Tokens of a program that dequantizes pages: of 32, 64, 128 and 256 the best for int8 and fp8 on an H100, at
+nine and eight tenths of the speed of a copy (`eval/results/past.jsonl`, "dequantized region")."""
 CHUNK = 128  # channels that one product rotates: twice as many take two and a butterfly, so that the matrix fits every shared memory
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -73,8 +73,8 @@ def padded(head_dim: int) -> int:
 @functools.lru_cache(maxsize=64)
 @torch.inference_mode(False)
 def rotation_table(head_dim: int, device: torch.device, dtype: torch.dtype, randomized: bool) -> Tensor:
-    """Return the rotation that kernels apply, flat: a matrix of 1 and -1 [C, C], C = min(padded(head_dim), 128), with
-    blocks on its diagonal, then the sign of each channel [padded(head_dim)]."""
+    """Return the rotation that kernels apply, flat: a matrix of 1 and -1 [C, C], C = min(padded(head_dim),
+    128), with blocks on its diagonal, then the sign of each channel [padded(head_dim)]."""
     chunk, block = min(padded(head_dim), CHUNK), rotation_block(head_dim)
     block = min(block, chunk)
     matrix = torch.block_diag(*[sylvester_matrix(block, torch.device("cpu"))] * (chunk // block))
@@ -114,8 +114,8 @@ def tile_of_pages(layouts: tuple[PackedLayout, ...], heads: int, tokens: int, wi
 
 
 def known(codec: Codec, x: Tensor, writes: bool = True) -> PackedLayout:
-    """The layout of `codec`, for vectors `x` `[B, H, T, D]`. Raises ValueError for a codec that kernels cannot read, or cannot write if
-    `writes`, and for vectors whose channels are not contiguous."""
+    """The layout of `codec`, for vectors `x` `[B, H, T, D]`. Raises ValueError for a codec that kernels
+    cannot read, or cannot write if `writes`, and for vectors whose channels are not contiguous."""
     layout = layout_of(codec)
     if layout is None or not supports(codec, x.shape[3]) or writes > layout.writable:
         raise ValueError(f"no kernel for {codec} at head_dim {x.shape[3]}: ask `supports` first")
@@ -129,8 +129,9 @@ def plane_arguments(layout: PackedLayout, planes: Codes, x: Tensor, table: Tenso
 
         table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh
 
-    codes, high bits, scales and the mean, each with its strides over rows (or entries of pages) and heads. In place of
-    what the codec has not stands `x`, which is not read. Strides of packed codes and of high bits count words of 16 bits."""
+    codes, high bits, scales and the mean, each with its strides over rows (or entries of pages) and heads. In
+    place of what the codec has not stands `x`, which is not read. Strides of packed codes and of high bits
+    count words of 16 bits."""
     arguments: list[object] = [table]
     for name, unit, once in zip(layout.planes, (1 + layout.packed, 2, 1), (False, False, layout.span == "once"), strict=True):
         plane = planes[name] if name else x
@@ -194,8 +195,8 @@ def _rotated(layout: PackedLayout) -> PackedLayout:
 
 @triton.jit
 def float8(code, MANTISSA: tl.constexpr):
-    """The value of a byte of E4M3 (MANTISSA 3) or E5M2 (2), `code` int32 of any shape, in fp32. Both are parts of fp16: E5M2 is its upper
-    byte, E4M3 has one bit of exponent less."""
+    """The value of a byte of E4M3 (MANTISSA 3) or E5M2 (2), `code` int32 of any shape, in fp32. Both are
+    parts of fp16: E5M2 is its upper byte, E4M3 has one bit of exponent less."""
     if MANTISSA == 2:
         value = (code << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
@@ -207,8 +208,8 @@ def float8(code, MANTISSA: tl.constexpr):
 
 @triton.jit
 def _signed_levels(code, HALF: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr):
-    """Twice the levels of `code`, int32 of any shape and below `2 * HALF`, in steps of the grid: odd int32 between -255 and 255. W0 and W1
-    are `LEVEL_WORDS`."""
+    """Twice the levels of `code`, int32 of any shape and below `2 * HALF`, in steps of the grid: odd int32
+    between -255 and 255. W0 and W1 are `LEVEL_WORDS`."""
     rank = tl.where(code >= HALF, code - HALF, HALF - 1 - code)
     word = tl.full(code.shape, W0, tl.int32)
     if HALF > 4:
@@ -288,8 +289,8 @@ def side_of(layouts: tuple[PackedLayout, PackedLayout], side: int) -> PackedLayo
 
 @triton.jit
 def vectors(tokens, heads, ACROSS: tl.constexpr, ALONG: tl.constexpr):
-    """The vectors of a program's tile, N = ACROSS * ALONG: its row, its first head, and of each vector head and token, int64 [N], and
-    whether it exists, bool [N]."""
+    """The vectors of a program's tile, N = ACROSS * ALONG: its row, its first head, and of each vector head
+    and token, int64 [N], and whether it exists, bool [N]."""
     parts = tl.cdiv(heads, ACROSS)
     h0 = ((tl.program_id(0) % parts) * ACROSS).to(tl.int64)
     i = tl.arange(0, ACROSS * ALONG)
@@ -300,8 +301,8 @@ def vectors(tokens, heads, ACROSS: tl.constexpr, ALONG: tl.constexpr):
 
 @triton.jit
 def load_tile(live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr):
-    """Dequantizes vectors: fp32 [N, padded(D)], or the dtype of codes of kind "half". Arguments as in `triton_quantize.store_tile`; vectors
-    that are not live, bool [N], are not read."""
+    """Dequantizes vectors: fp32 [N, padded(D)], or the dtype of codes of kind "half". Arguments as in
+    `triton_quantize.store_tile`; vectors that are not live, bool [N], are not read."""
     table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh = planes
     N: tl.constexpr = live.shape[0]
     P: tl.constexpr = padded(D)
@@ -415,8 +416,8 @@ def store_vectors(at, y, live, D: tl.constexpr):
 def _dequantize_kernel(
     out, planes, tokens, heads, L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr
 ):  # fmt: skip
-    """Dequantizes `tokens` tokens. Grid (tiles of ALONG tokens and ACROSS heads, B). Strides are in elements, of packed codes and high bits
-    in words of 16 bits.
+    """Dequantizes `tokens` tokens. Grid (tiles of ALONG tokens and ACROSS heads, B). Strides are in elements,
+    of packed codes and high bits in words of 16 bits.
 
     out      [B, H, tokens, D] fp16, bf16 or fp32, channels contiguous, with its strides over the first three dimensions
     planes   `plane_arguments`. The rotation is in bf16, the mean fp32 [B, H, 1, D], rotated back. Codes [B, H', tokens, width], tokens
@@ -434,13 +435,13 @@ def _dequantize_pages_kernel(
     sides, table, lengths, table_b, table_h, lengths_b, lengths_h, begin, tokens, heads,
     L: tl.constexpr, D: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Dequantizes `tokens` tokens from `begin` on. Grid (tiles of N tokens, B * H, 2): keys, values. Strides are in elements, of packed
-    codes and high bits in words of 16 bits.
+    """Dequantizes `tokens` tokens from `begin` on. Grid (tiles of N tokens, B * H, 2): keys, values. Strides
+    are in elements, of packed codes and high bits in words of 16 bits.
 
     sides     of keys, then of values: the output [B, H, tokens, D] fp16, bf16 or fp32, channels contiguous, with its strides over the first
-              three dimensions; then `plane_arguments` of the first page: codes [entries, H', PAGE, width], H' being H, or 1 if heads share
-              them or have pages of their own; high bits and scales likewise, scales [B, H', 1, 1] if one is kept for all tokens; the mean,
-              fp32 [B, H, 1, D]
+              three dimensions; then `plane_arguments` of the first page: codes [entries, H', PAGE, width], H'
+              being H, or 1 if heads share them or have pages of their own; high bits and scales likewise,
+              scales [B, H', 1, 1] if one is kept for all tokens; the mean, fp32 [B, H, 1, D]
     table     int32 or int64 [B, P] or [B, H, P], entries of pages, BASE being the first: table_b, table_h (0: all heads share)
     lengths   int32 [B] or [B, H]: lengths_b, lengths_h (0: all heads share); read if COUNTED: zeros are written beyond
     heads     H                      L      layouts, without their rotation

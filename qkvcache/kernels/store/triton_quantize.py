@@ -3,9 +3,10 @@
 A tile has tokens (times heads, where few tokens come at once or where a scale spans heads) of keys or of values, with all channels, in
 registers: rotation, scale, codes, packing. Head dims that are no power of two are padded and masked.
 
-The rotation is a product with a matrix of 1 and -1, in which 16-bit inputs are exact; fp32 is split into three bfloat16, which is exact as
-well. Only sums round. Codes differ from the codes of `Codec.quantize` where a channel lies within such a rounding of the border of two
-codes. Minima and maxima are computed on bit patterns, since a maximum of floats ignores nan."""
+The rotation is a product with a matrix of 1 and -1, in which 16-bit inputs are exact; fp32 is split into
+three bfloat16, which is exact as well. Only sums round. Codes differ from the codes of `Codec.quantize` where
+a channel lies within such a rounding of the border of two codes. Minima and maxima are computed on bit
+patterns, since a maximum of floats ignores nan."""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ def _range(x):
 
 @triton.jit
 def _over(x, scale):
-    """`x / scale`, fp32 of shapes that broadcast, rounded once, with one reciprocal for each scale: two steps of refinement cost less than
-    a division."""
+    """`x / scale`, fp32 of shapes that broadcast, rounded once, with one reciprocal for each scale: two steps
+    of refinement cost less than a division."""
     if INTERPRETED:  # has no fused multiply-add
         quotient = x / scale
     else:
@@ -93,8 +94,8 @@ def _apply(x, table, D: tl.constexpr, P: tl.constexpr, SIGNED: tl.constexpr):
 
 @triton.jit
 def _store_words(at, words, live, COUNT: tl.constexpr):
-    """Stores the first COUNT columns of `words`, int32 [N, >= COUNT], as int16 to rows that begin at the pointers `at` [N], if `live`
-    [N]."""
+    """Stores the first COUNT columns of `words`, int32 [N, >= COUNT], as int16 to rows that begin at the
+    pointers `at` [N], if `live` [N]."""
     j = tl.arange(0, words.shape[1])
     mask = live[:, None] if words.shape[1] == COUNT else live[:, None] & (j < COUNT)[None, :]
     tl.store(at[:, None] + j[None, :], words.to(tl.int16), mask=mask)
@@ -133,8 +134,8 @@ def _store_codes(low, high, codes, live, L: tl.constexpr, D: tl.constexpr, P: tl
 
 @triton.jit
 def _store_planes(at, codes, live, E2M1: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
-    """Stores 4-bit codes in the order of channels, int32 [N, P], as words of `packing.to_planes`, to rows at the pointers `at` [N], if
-    `live` [N]."""
+    """Stores 4-bit codes in the order of channels, int32 [N, P], as words of `packing.to_planes`, to rows at
+    the pointers `at` [N], if `live` [N]."""
     a = tl.arange(0, 4)[None, :, None]
     if D != P:
         c = tl.arange(0, P)
@@ -162,8 +163,8 @@ def _fp4_error(x, scale):
 
 @triton.jit
 def _fp4_scale(magnitude, absmax, SEARCH: tl.constexpr):
-    """Scales of blocks of 16 as bytes of E4M3, int32 [N, G, 1], from `magnitude` fp32 [N, G, 16] and its maxima `absmax` [N, G, 1]. SEARCH
-    0: maximum / 6; 1: the better of 6 and 4; 2: the best of eight."""
+    """Scales of blocks of 16 as bytes of E4M3, int32 [N, G, 1], from `magnitude` fp32 [N, G, 16] and its
+    maxima `absmax` [N, G, 1]. SEARCH 0: maximum / 6; 1: the better of 6 and 4; 2: the best of eight."""
     six = _minifloat(tl.minimum(tl.maximum(tl.div_rn(absmax, 6.0), 2.0**-9), 448.0), 3, -6)
     if SEARCH == 0:
         return six

@@ -1,7 +1,8 @@
 """Storing keys and values of a layer in one launch: quantized into pages, and in the model's dtype into sinks and rings.
 
-A program stores a tile of tokens (times heads) of keys or of values. `quantize_into` is told the slot of each token. `launch_of_step` needs
-no number from the host: the tokens enter a ring, and a program quantizes those that leave it, which were in the ring or are new ones."""
+A program stores a tile of tokens (times heads) of keys or of values. `quantize_into` is told the slot of each
+token. `launch_of_step` needs no number from the host: the tokens enter a ring, and a program quantizes those
+that leave it, which were in the ring or are new ones."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ def contiguous(x: Pair) -> Pair:
 
 
 def launched(pages: Pages, x: Pair) -> tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int], int]:
-    """The arguments of a launch that stores vectors like `x`, keys and values `[B, H, T, D]`: `plane_arguments` of both; constants; the
-    grid; warps."""
+    """The arguments of a launch that stores vectors like `x`, keys and values `[B, H, T, D]`:
+    `plane_arguments` of both; constants; the grid; warps."""
     (key, value), (of_keys, of_values), once = x, pages.slabs[0], pages.statistics
     layouts = known(pages.codecs[0], key), known(pages.codecs[1], value)
     (batch, heads, tokens, _), dims = key.shape, (key.shape[3], value.shape[3])
@@ -61,8 +62,8 @@ def _planes(layout: PackedLayout, codes: Codes, like: Tensor) -> tuple[object, .
 
 
 def quantize_into(pages: Pages, x: Pair, slots: Tensor | int, zones: Sequence[tuple[Pair, Tensor]] = ()) -> None:
-    """Run `reference.quantize_into` in one launch, for keys and values in fp16, bf16 or fp32. Raises ValueError for a codec
-    that `triton_quantize.supports` does not accept."""
+    """Run `reference.quantize_into` in one launch, for keys and values in fp16, bf16 or fp32. Raises
+    ValueError for a codec that `triton_quantize.supports` does not accept."""
     if not x[0].numel():
         return
     x = contiguous(x)
@@ -175,14 +176,14 @@ def _quantize_kernel(
     L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr,
     ZONES: tl.constexpr, BY_TABLE: tl.constexpr,
 ):  # fmt: skip
-    """Stores `tokens` tokens. Grid (tiles of ALONG tokens and ACROSS heads, B, 2): keys, values. Strides are in elements, of packed codes
-    and high bits in words of 16 bits.
+    """Stores `tokens` tokens. Grid (tiles of ALONG tokens and ACROSS heads, B, 2): keys, values. Strides are
+    in elements, of packed codes and high bits in words of 16 bits.
 
     key       [B, H, tokens, D[0]] fp16, bf16 or fp32, channels contiguous; value [B, H, tokens, D[1]] likewise; new_strides: of both, over
               the first three dimensions
     planes    `plane_arguments` of the first page, of keys and of values, strides over entries and heads. Codes [entries, H', PAGE, width],
-              H' being H, or 1 if heads share them or have pages of their own; high bits and scales [entries, H', PAGE, scales of a token]
-              likewise; the mean fp32 [B, H, 1, D]
+              H' being H, or 1 if heads share them or have pages of their own; high bits and scales [entries,
+              H', PAGE, scales of a token] likewise; the mean fp32 [B, H, 1, D]
     zones     ZONES tuples of slots int64 [B, tokens], `row * R + slot`, negative: not stored, with both strides; R; keys [F, H, R, D] in
               the model's dtype with strides over the first three dimensions; then values
     slots     int64 [B, tokens] or [B, H, tokens], `entry * PAGE + offset`, BASE being the entry of the first page, or negative: not
@@ -219,8 +220,8 @@ def _step_kernel(
     key, value, new_strides, stored, control, rows, rows_b, table, table_b, sink_slots, ring_slots, tokens, heads, batch,
     L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of ALONG tokens and ACROSS heads, B, 2): keys, values. Strides are in elements, of packed codes and high bits in words of
-    16 bits.
+    """Grid (tiles of ALONG tokens and ACROSS heads, B, 2): keys, values. Strides are in elements, of packed
+    codes and high bits in words of 16 bits.
 
     key       [B, H, tokens, D[0]] model dtype, channels contiguous; value [B, H, tokens, D[1]] likewise; new_strides: of both, over the
               first three dimensions
@@ -231,9 +232,9 @@ def _step_kernel(
     table     int32 or int64 [B, P], entries of pages of PAGE tokens, BASE being the first: table_b
     heads     H                        batch   B
 
-    A token takes the place of the one that came `ring_slots` tokens before it, which is quantized. The program that reads a slot of the
-    ring also writes it: the last of the new tokens that belong there. The last program to finish updates the counts: by then all have read
-    them.
+    A token takes the place of the one that came `ring_slots` tokens before it, which is quantized. The
+    program that reads a slot of the ring also writes it: the last of the new tokens that belong there. The
+    last program to finish updates the counts: by then all have read them.
     """
     b, h0, h, t, live = vectors(tokens, heads, ACROSS, ALONG)
     quantized = tl.load(rows + b * rows_b + 6)
