@@ -34,9 +34,11 @@ from ..kernels.device.scales import token_scale
 from ..kernels.device.unpack import offset_of, plane_offset, unit_of, unpack
 
 EXACT_LAYOUT = gl.constexpr(PackedLayout("half"))
+# Triton 3.6 has the former names, 3.7 another barrier, 3.9 another copy.
+barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 SPAN = gl.constexpr(32)
-"""Words that are loaded at once, the most in a row of shared memory that is not divided."""
-
+"""Words of a token that are loaded from shared memory at once, for the product with queries."""
 
 _RAISED = gl.constexpr("""{
 .reg .b32 x;
@@ -96,27 +98,16 @@ def tokens_of_piece(layout, tokens: int) -> int:
 
 
 @gluon.jit
-def _halves(x, LAYOUT: gl.constexpr):
-    """The first and the second half of the columns of `x`, [T, N]."""
-    T: gl.constexpr = x.shape[0]
-    N: gl.constexpr = x.shape[1]
-    first, second = gl.split(gl.permute(gl.reshape(x, [T, 2, N // 2]), (0, 2, 1)))
-    return gl.convert_layout(first, LAYOUT), gl.convert_layout(second, LAYOUT)
-
-
-@gluon.jit
 def _divided(x, N: gl.constexpr, LAYOUT: gl.constexpr):
-    """The columns of `x` in N pieces, a tuple: N is 1, 2 or 4."""
+    """The columns of `x`, [T, words], in N pieces, as a tuple: N is 1 or 2. Nothing moves between threads."""
     if N == 1:
         return (x,)
-    elif N == 2:
-        first, second = _halves(x, LAYOUT)
-        return (first, second)
     else:
-        first, second = _halves(x, LAYOUT)
-        a, b = _halves(first, LAYOUT)
-        c, d = _halves(second, LAYOUT)
-        return (a, b, c, d)
+        gl.static_assert(N == 2)
+        T: gl.constexpr = x.shape[0]
+        WORDS: gl.constexpr = x.shape[1]
+        first, second = gl.split(gl.permute(gl.reshape(x, [T, 2, WORDS // 2]), (0, 2, 1)))
+        return (gl.convert_layout(first, LAYOUT), gl.convert_layout(second, LAYOUT))
 
 
 @gluon.jit
@@ -278,9 +269,9 @@ def _copy(X: gl.constexpr, D: gl.constexpr, head, STRIDES: gl.constexpr, codes, 
         entry = entry_of(table, place, place >= 0, CHOSEN if CHOSEN else PAGE, BASE)
     words, bits, _ = page_of(X, D, True, head, STRIDES, entry, 0)
     at = gl.max_contiguous(gl.multiple_of((token % PAGE * WORDS)[:, None] + w[None, :], [1, 8]), [1, 8])
-    async_copy.async_copy_global_to_shared(codes, (words if WHOLE else words[:, None]) + at)
+    copy_to_shared(codes, (words if WHOLE else words[:, None]) + at)
     if X.high > 1:
-        async_copy.async_copy_global_to_shared(high, (bits if WHOLE else bits[:, None]) + at)
+        copy_to_shared(high, (bits if WHOLE else bits[:, None]) + at)
 
 
 @gluon.jit
@@ -509,7 +500,7 @@ def attend_latents_kernel(
             stage = low * 0
             for token in range(low, high, T):
                 async_copy.wait_group(STAGES - 2)
-                gl.thread_barrier()
+                barrier()
                 ahead = token + (STAGES - 1) * T
                 if ahead < high:
                     into = (stage + STAGES - 1) % STAGES

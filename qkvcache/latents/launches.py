@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from ..formats.base import Codec, PackedLayout
@@ -27,7 +29,26 @@ from .triton_attend import attend_latents_kernel, choose_kernel, query_kernel
 def on_hopper(arch: int, key: PackedLayout, dims: tuple[int, int]) -> bool:
     """Whether `gluon_attend.py` serves latents and rotated keys of so many channels on GPUs of compute capability `arch`. Scales of groups
     of channels would be in too many registers, and a plane of high bits has half of the rows of a product."""
-    return arch // 10 == 9 and dims == (MOST_RANK, MOST_CHANNELS - MOST_RANK) and not key.group and key.high != 1
+    serves = arch // 10 == 9 and dims == (MOST_RANK, MOST_CHANNELS - MOST_RANK) and not key.group and key.high != 1
+    return serves and _knows_gluon()
+
+
+KNOWN_GLUON = (3, 6), (3, 10)
+"""The first release of Triton whose Gluon compiles the kernel, and the first one that nobody tried: Gluon renames functions."""
+
+
+@functools.cache
+def _knows_gluon() -> bool:
+    release = tuple(map(int, triton.__version__.split(".")[:2]))
+    known = KNOWN_GLUON[0] <= release < KNOWN_GLUON[1]
+    if not known:
+        first, beyond = (".".join(map(str, release)) for release in KNOWN_GLUON)
+        warnings.warn(
+            f"attention to latents takes up to three times as long with Triton {triton.__version__} as with Triton {first} or a later one "
+            f"before {beyond}",
+            stacklevel=2,
+        )
+    return known
 
 
 def launched(arch: int, rows: int, key: PackedLayout, dims: tuple[int, int]) -> Launch:

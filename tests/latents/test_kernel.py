@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 
 import pytest
 import torch
@@ -174,3 +175,18 @@ def test_what_no_kernel_serves_is_told_once(monkeypatch):
     with pytest.warns(UserWarning, match="no fused attention"):
         got = dispatched(query, held.storage.attention_inputs(), mask, scaling=0.2)
     assert_near(got, dense(held, query, mask), HALF)
+
+
+@pytest.mark.parametrize(
+    ("release", "known"), [("3.5.1", False), ("3.6.0", True), ("3.9.0+git1", True), ("3.10.0", False), ("4.0.0", False)]
+)
+def test_another_release_of_triton_takes_the_other_kernel_and_is_told(release, known, monkeypatch):
+    module = dispatch.module(".latents.launches")
+    monkeypatch.setattr(module.triton, "__version__", release)
+    module._knows_gluon.cache_clear()
+    key = FORMATS["int8"].key.packed_layout
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert [module.on_hopper(arch, key, (512, 64)) for arch in (90, 90, 80, 100)] == [known, known, False, False]
+    assert len(told) == (not known)
+    module._knows_gluon.cache_clear()
