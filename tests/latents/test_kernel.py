@@ -180,7 +180,7 @@ def test_what_no_kernel_serves_is_told_once(monkeypatch):
 @pytest.mark.parametrize(
     ("release", "known"), [("3.5.1", False), ("3.6.0", True), ("3.9.0+git1", True), ("3.10.0", False), ("4.0.0", False)]
 )
-def test_another_release_of_triton_takes_the_other_kernel_and_is_told(release, known, monkeypatch):
+def test_another_triton_takes_the_other_kernel(release, known, monkeypatch):
     module = dispatch.module(".latents.launches")
     monkeypatch.setattr(module.triton, "__version__", release)
     module._knows_gluon.cache_clear()
