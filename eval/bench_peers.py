@@ -96,16 +96,16 @@ def measure(args: Namespace) -> None:
         note(args.out, case.section, row, "case", "name", "tiny", "device")
 
 
+def cell(row: dict, fastest: float) -> str:
+    return "failed" if "failed" in row else f"{row['us']:,.0f} / {row['bytes'] / fastest:,.0f}"
+
+
 def tables(rows: list[dict]) -> Iterator[Table]:
     """A table for each section that has rows, of each device."""
     for (place, what, tiny), found in grouped(rows, "device", "what", "tiny"):
-        alike = [row for row in rows if (row["device"], row["tiny"]) == (place, tiny) and "us" in row]
-        fastest = max((row["bytes"] / row["us"] for row in alike), default=1)
-
-        def cell(row: dict, fastest: float = fastest) -> str:
-            return "failed" if "failed" in row else f"{row['us']:,.0f} / {row['bytes'] / fastest:,.0f}"
-
-        yield replace(pivot(found, itemgetter("name"), itemgetter("case"), cell), title=f"{place}, {what}: us / floor")
+        alike = (row for row in rows if (row["device"], row["tiny"]) == (place, tiny) and "us" in row)
+        cells = functools.partial(cell, fastest=max((row["bytes"] / row["us"] for row in alike), default=1))
+        yield replace(pivot(found, itemgetter("name"), itemgetter("case"), cells), title=f"{place}, {what}: us / floor")
 
 
 def main(arguments: list[str] | None = None) -> None:

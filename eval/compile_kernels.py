@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)  # before anything imports triton
 
@@ -166,18 +167,15 @@ def attention_in_tiles(format: str, head_dim: int, target: str, rows: int, varia
 
 def attention_to_latents(format: str, target: str, rows: int = 128, variant: str = "", launch: Launch | None = None) -> Job:
     arch = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
-    key = FORMATS[format].key.packed_layout
-    assert key
+    key: Any = FORMATS[format].key.packed_layout
     hopper, launch = launches.on_hopper(arch, key, (512, 64)), launch or launches.launched(arch, rows, key, (512, 64))
     job, chosen = attention(format, 512, target, variant.replace("chosen", "")), variant == "chosen"
     kernel = gluon_attend.attend_latents_kernel if hopper else triton_attend.attend_latents_kernel
-    rope = LatentLayer(FORMATS[format], latents=(512, 64)).codecs((512, 64))[1].packed_layout
-    assert rope
-    half = rope.kind == "half"
+    rope: Any = LatentLayer(FORMATS[format], latents=(512, 64)).codecs((512, 64))[1].packed_layout
     names = {param.name for param in kernel.params}
     types = {name: kind for name, kind in job.types.items() if name in names}
-    types |= dict.fromkeys(("q_latent", "q_rope"), "*bf16" if half else "*fp16") | {"factors": "*fp32"}
-    types |= {"v_planes": ("*bf16" if half else "*i16", "*i16", "*fp32", "*fp32", "*i16")}
+    types |= dict.fromkeys(("q_latent", "q_rope"), "*bf16" if rope.kind == "half" else "*fp16") | {"factors": "*fp32"}
+    types |= {"v_planes": ("*bf16" if rope.kind == "half" else "*i16", "*i16", "*fp32", "*fp32", "*i16")}
     types |= {"chosen": "*i32", "counts": "*i32"}
     constants = {name: x for name, x in job.constants.items() if name in names and name != "chosen"}
     constants |= {"VALUES": Side(rope, 64, False, _strides_of(rope, 64, "bf16")), "G": rows, "R": launch.rows, "T": launch.tile}
