@@ -46,7 +46,6 @@ def bench(monkeypatch):
     module = SimpleNamespace(__spec__=ModuleSpec("flashinfer", None), __version__="a stand-in", xqa=xqa, **dict.fromkeys(kinds, Wrapper))
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     bench = importlib.import_module("bench_peers")
-    monkeypatch.setattr(bench, "bandwidth", lambda: (1000.0, 1000.0))
     bench.check.cache_clear()
     return bench
 
@@ -54,7 +53,7 @@ def bench(monkeypatch):
 def test_every_case_has_a_row_and_a_cell(bench, tmp_path, capsys):
     bench.main(["--tiny", "--out", str(tmp_path / "rows.jsonl")])
     rows = read_rows(tmp_path / "rows.jsonl")
-    assert len(rows) == 24 and all(row["us"] > 0 and row["floor_us"] > 0 and row["flashinfer"] == "a stand-in" for row in rows)
+    assert len(rows) == 24 and all(row["us"] > 0 and row["bytes"] > 0 and row["flashinfer"] == "a stand-in" for row in rows)
     bench.main(["--markdown", "--out", str(tmp_path / "rows.jsonl")])
     assert capsys.readouterr().out.count(" / ") == 2 * (len(rows) + len(bench.CASES))
 
