@@ -167,11 +167,11 @@ def attention_in_tiles(format: str, head_dim: int, target: str, rows: int, varia
 
 def attention_to_latents(format: str, target: str, rows: int = 128, variant: str = "", launch: Launch | None = None) -> Job:
     arch = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
-    key: Any = FORMATS[format].key.packed_layout
-    hopper, launch = launches.on_hopper(arch, key, (512, 64)), launch or launches.launched(arch, rows, key, (512, 64))
+    layouts: Any = tuple(codec.packed_layout for codec in LatentLayer(FORMATS[format], latents=(512, 64)).codecs((512, 64)))
+    hopper, rope = launches.on_hopper(arch, layouts, (512, 64)), layouts[1]
+    launch = launch or launches.launched(arch, rows, layouts, (512, 64))
     job, chosen = attention(format, 512, target, variant.replace("chosen", "")), variant == "chosen"
     kernel = gluon_attend.attend_latents_kernel if hopper else triton_attend.attend_latents_kernel
-    rope: Any = LatentLayer(FORMATS[format], latents=(512, 64)).codecs((512, 64))[1].packed_layout
     names = {param.name for param in kernel.params}
     types = {name: kind for name, kind in job.types.items() if name in names}
     types |= dict.fromkeys(("q_latent", "q_rope"), "*bf16" if rope.kind == "half" else "*fp16") | {"factors": "*fp32"}

@@ -141,6 +141,7 @@ def _scores(X: gl.constexpr, D: gl.constexpr, codes, high, q, s, FIRST: gl.const
     """Adds the product of a tile of keys with queries to `s`, fp32 [T, R], which counts as 0 with FIRST, and returns it.
 
     codes, high   shared [T, words]          q   shared [pieces, R, words of a piece]: piece after piece of words, of each all planes"""
+    # A load brings WIDE words of all tokens, which are unpacked in EACH pieces.
     PER: gl.constexpr = X.per
     T: gl.constexpr = codes.shape[0]
     WORDS: gl.constexpr = D // PER
@@ -225,7 +226,7 @@ def _of_all(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _hides_any(mask, begin, end, mask_stride):
-    """`hides_any` of `kernels/attend/triton_attend.py`."""
+    """`hides_any` of `kernels/attend/triton_attend.py`, whose tensors have no layouts."""
     i = gl.arange(0, 1024, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     hidden = gl.full([1024], 0, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     for at in range(begin, end, 1024):
@@ -374,6 +375,7 @@ def attend_latents_kernel(
                    of `q_rope`
     STAGES         tiles of codes in shared memory
     """
+    gl.static_assert(STAGES > 1)
     COUNTED: gl.constexpr = rows is not None
     K: gl.constexpr = KEYS.layout
     V: gl.constexpr = VALUES.layout

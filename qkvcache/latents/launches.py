@@ -25,16 +25,23 @@ from ..kernels.work import LEAST_SPLIT
 from .reference import LEAST_SAVED
 from .triton_attend import attend_latents_kernel, choose_kernel, query_kernel
 
-
-def on_hopper(arch: int, key: PackedLayout, dims: tuple[int, int]) -> bool:
-    """Whether `gluon_attend.py` serves latents and rotated keys of so many channels on GPUs of compute capability `arch`. Scales of groups
-    of channels would be in too many registers, and a plane of high bits has half of the rows of a product."""
-    serves = arch // 10 == 9 and dims == (MOST_RANK, MOST_CHANNELS - MOST_RANK) and not key.group and key.high != 1
-    return serves and _knows_gluon()
-
-
 KNOWN_GLUON = (3, 6), (3, 10)
 """The first release of Triton whose Gluon compiles the kernel, and the first one that nobody tried: Gluon renames functions."""
+CHOSEN_FROM = 4096
+"""Tokens of which a program lists those that a query sees."""
+MOST_PARTIAL = 2**28
+"""Bytes of partial outputs of queries that read tokens of their own; more queries are divided among launches."""
+MOST_RANK, MOST_CHANNELS = 512, 576
+"""The most channels of a latent, since the outputs of a program are in registers, and of a latent and its rotated key,
+since queries and tiles are in shared memory."""
+
+
+def on_hopper(arch: int, layouts: tuple[PackedLayout, PackedLayout], dims: tuple[int, int]) -> bool:
+    """Whether `gluon_attend.py` serves latents and rotated keys of these layouts and channels on GPUs of compute capability `arch`. Scales
+    of groups of channels would be in too many registers, and a plane of high bits has half of the rows of a product."""
+    latent, rope = layouts
+    serves = arch // 10 == 9 and dims == (MOST_RANK, MOST_CHANNELS - MOST_RANK) and not latent.group and latent.high != 1
+    return serves and (rope.kind, rope.scale) in (("half", "none"), ("int8", "fp32")) and _knows_gluon()
 
 
 @functools.cache
@@ -51,11 +58,11 @@ def _knows_gluon() -> bool:
     return known
 
 
-def launched(arch: int, rows: int, key: PackedLayout, dims: tuple[int, int]) -> Launch:
+def launched(arch: int, rows: int, layouts: tuple[PackedLayout, PackedLayout], dims: tuple[int, int]) -> Launch:
     """The launch for `rows` query rows, on NVIDIA GPUs of compute capability `arch`; 0: on others, and in the interpreter."""
-    if on_hopper(arch, key, dims):
-        if rows <= 16:
-            return Launch(64, 2, None, 2, 4, 16)
+    if on_hopper(arch, layouts, dims):
+        if rows <= 16:  # uncompressed latents fill the shared memory of a multiprocessor
+            return Launch(64, 2, None, 1 if layouts[0].kind == "half" else 2, 4, 16)
         return Launch(64, 2, None, 1, 8, 64)
     if arch // 10 in (9, 10):
         return Launch(64, 1, None, 1, 8, 64) if rows > 16 else Launch(64, 1, None, 1, 4, 16)
@@ -68,15 +75,6 @@ def gluon_kernel() -> Any:
     from .gluon_attend import attend_latents_kernel
 
     return attend_latents_kernel
-
-
-CHOSEN_FROM = 4096
-"""Tokens of which a program lists those that a query sees."""
-MOST_PARTIAL = 2**28
-"""Bytes of partial outputs of queries that read tokens of their own; more queries are divided among launches."""
-MOST_RANK, MOST_CHANNELS = 512, 576
-"""The most channels of a latent, since the outputs of a program are in registers, and of a latent and its rotated key,
-since queries and tiles are in shared memory."""
 
 
 def supports(inputs: PagedInputs, query: Tensor, mask: Tensor | None, causal: bool, chosen: int | None = None) -> bool:
@@ -153,7 +151,9 @@ def prepare(codecs: tuple[Codec, Codec], dims: tuple[int, int], dtype: torch.dty
     """Allocates the tensors that are cached for these codecs (`tables.py` says why)."""
     for codec, dim in zip(codecs, dims, strict=True):
         if (layout := layout_of(codec)) and _in_tiles(layout, dim):
-            _order(dataclasses.replace(layout, search=0), dim, device)
+            layout = dataclasses.replace(layout, search=0)
+            _order(layout, dim, device)
+            _order_of_pieces(layout, dim, device)
     if codecs[0].rotation is not None:
         codecs[0].rotation.matrix(dims[0], device, dtype)
 
@@ -174,7 +174,7 @@ def attend_latent_pages(
     rank, rope, empty = kind.constants["KEYS"].dim, kind.constants["VALUES"].dim, kind.empty
     arch, processors = architecture(device)
     rows, base2, exact, gathers = heads * queries, float(scaling * LOG2E.value), int(sinks + ring > 0), _gathers(inputs, mask, chosen)
-    launch = launched(arch, heads if gathers else rows, kind.use.key, (rank, rope))
+    launch = launched(arch, heads if gathers else rows, (kind.use.key, kind.use.value), (rank, rope))
     most = max(MOST_PARTIAL // (4 * batch * -(-heads // launch.rows) * launch.rows * rank * (exact + 1)), 1)
     if gathers and queries > most:
         parts = zip(query.split(most, 2), mask.split(most, 2), strict=True)  # type: ignore[union-attr]
@@ -267,7 +267,7 @@ class LatentLaunches:
     def __init__(self, kind: Kind, shape: torch.Size, unmasked: bool, causal: bool, exact: int, gathers: bool, launch: Launch) -> None:
         (batch, heads, queries, _), device, use = shape, kind.empty.device, kind.use
         rank, rope, rows = kind.constants["KEYS"].dim, kind.constants["VALUES"].dim, heads * queries
-        hopper = on_hopper(architecture(device)[0], use.key, (rank, rope))
+        hopper = on_hopper(architecture(device)[0], (use.key, use.value), (rank, rope))
         order, weights = _order_of_pieces(use.key, rank, device)
         rope_order, _ = _order_of_pieces(use.value, rope, device)
         kernel = gluon_kernel() if hopper else attend_latents_kernel

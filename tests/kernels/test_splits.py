@@ -1,4 +1,4 @@
-"""How many splits rows have: the best by measurement, or one that took 3 % longer at most (`results/past.jsonl`, "decode by splits")."""
+"""How many splits rows have: as many as took the least time, or 3 % more, in four formats (`results/past.jsonl`, "decode by splits")."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from qkvcache.kernels.attend.launches import in_one_wave, split
 
 PLACES = 132 * 12
 """Programs that an H200 runs at a time."""
-BEST = {(128, 2048): {2, 3}, (256, 512): {1}, (32, 4096): {6}, (64, 2048): {3, 4, 5}, (8, 32768): {24}}
+BEST = {(128, 2048): 3, (256, 512): 1, (32, 4096): 6, (64, 2048): 3, (8, 32768): 24}
 
 
 @pytest.mark.parametrize(("rows", "tokens"), BEST)
 def test_rows_have_the_splits_that_are_fastest(rows, tokens):
-    assert split(tokens, rows * 8, 32, PLACES) in BEST[rows, tokens]
+    assert split(tokens, rows * 8, 32, PLACES) == BEST[rows, tokens]
 
 
 @pytest.mark.parametrize("groups", [1, 7, 64, 512, 1584, 5000])

@@ -27,7 +27,7 @@ def gluon(monkeypatch):
     run = module.attend_latent_pages
 
     def watched(query, inputs, *args, **options):
-        ran.append(module.on_hopper(90, layout_of(inputs.pages.codecs[0]), (RANK, ROPE)))
+        ran.append(module.on_hopper(90, tuple(map(layout_of, inputs.pages.codecs)), (RANK, ROPE)))
         return run(query, inputs, *args, **options)
 
     monkeypatch.setattr(module, "attend_latent_pages", watched)

@@ -177,6 +177,19 @@ def test_what_no_kernel_serves_is_told_once(monkeypatch):
     assert_near(got, dense(held, query, mask), HALF)
 
 
+@pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
+def test_a_preallocated_layer_makes_constants_beforehand(format, kernels):
+    """What is cached while a graph is captured would be in memory that the graph uses again."""
+    module = dispatch.module(".latents.launches")
+    constants = module._order, module._order_of_pieces
+    for cached in constants:
+        cached.cache_clear()
+    held = layer(format, 40, max_length=64)
+    misses = [cached.cache_info().misses for cached in constants]
+    latents_dispatch.attend_latent_pages(queries(held, 4), held.storage.inputs, scaling=0.2)
+    assert [cached.cache_info().misses for cached in constants] == misses
+
+
 @pytest.mark.parametrize(
     ("release", "known"), [("3.5.1", False), ("3.6.0", True), ("3.9.0+git1", True), ("3.10.0", False), ("4.0.0", False)]
 )
@@ -184,9 +197,9 @@ def test_another_triton_takes_the_other_kernel(release, known, monkeypatch):
     module = dispatch.module(".latents.launches")
     monkeypatch.setattr(module.triton, "__version__", release)
     module._knows_gluon.cache_clear()
-    key = FORMATS["int8"].key.packed_layout
+    layouts = tuple(codec.packed_layout for codec in LatentLayer(FORMATS["int8"], latents=(512, 64)).codecs((512, 64)))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        assert [module.on_hopper(arch, key, (512, 64)) for arch in (90, 90, 80, 100)] == [known, known, False, False]
+        assert [module.on_hopper(arch, layouts, (512, 64)) for arch in (90, 90, 80, 100)] == [known, known, False, False]
     assert len(told) == (not known)
     module._knows_gluon.cache_clear()

@@ -139,7 +139,8 @@ def split(tokens: int, groups: int, tile: int, programs: int) -> int:
     (`triton_attend.place_of_program`), and of more, whose programs follow one another, so that no places of
     the GPU are empty. Arguments as in `in_one_wave`.
 
-    Programs of `n` splits take as long as to read `tokens / n + SPLIT_COST` tokens. Many of them take `groups / programs` times as long as
+    What runs at a time takes as long as the tokens of a split, and the exact tokens after them. Programs of `n` splits
+    in turn take as long as to read `tokens / n + SPLIT_COST` tokens. Many of them take `groups / programs` times as long as
     one, and half of one more, for which the last ones wait: the best `n` is where the derivative is 0."""
     wave = programs // groups
     many = max(round((tokens * programs / (2 * SPLIT_COST * groups)) ** 0.5), 1)
