@@ -32,6 +32,7 @@ from ..kernels.attend.triton_attend import (
 from ..kernels.device.math import MASKED_SCORE, exp2, inverse, log2
 from ..kernels.device.scales import token_scale
 from ..kernels.device.unpack import offset_of, plane_offset, unit_of, unpack
+from .triton_attend import words_of_piece
 
 EXACT_LAYOUT = gl.constexpr(PackedLayout("half"))
 # Triton 3.6 has the former names, 3.7 another barrier, 3.9 another copy.
@@ -83,12 +84,6 @@ def _copied(words: int, warps: int):
 def _in_shared(words: int):
     """The layout of rows of `words` words of 16 bits in shared memory."""
     return gl.SwizzledSharedLayout(8, max(1, 64 // words), min(8, words // 8), [1, 0])
-
-
-@gluon.constexpr_function
-def words_of_piece(layout, dim: int) -> int:
-    """Words of a piece of keys, of which all planes are in registers at a time."""
-    return min(max(64 // layout.per, 16), 32, dim // layout.per)
 
 
 @gluon.constexpr_function

@@ -23,7 +23,7 @@ from ..kernels.paged_inputs import PagedInputs
 from ..kernels.segments import layout_of
 from ..kernels.work import LEAST_SPLIT
 from .reference import LEAST_SAVED
-from .triton_attend import attend_latents_kernel, choose_kernel, query_kernel
+from .triton_attend import attend_latents_kernel, choose_kernel, query_kernel, words_of_piece
 
 KNOWN_GLUON = (3, 6), (3, 10)
 """The first release of Triton whose Gluon compiles the kernel, and the first one that nobody tried: Gluon renames functions."""
@@ -117,7 +117,7 @@ def _in_tiles(layout: PackedLayout | None, dim: int) -> bool:
 def _order_of_pieces(layout: PackedLayout, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The channel at each place of queries for `gluon_attend.py`, int64 `[D]`, and its weight in their sum, fp32 `[D]`."""
     words = dim // layout.per
-    piece = min(max(64 // layout.per, 16), 32, words)  # `gluon_attend.words_of_piece`
+    piece = words_of_piece.fn(layout, dim)
     place = torch.arange(dim, device=device)
     word, plane = place // (piece * layout.per) * piece + place % piece, place // piece % layout.per
     channel = plane * words + word if layout.group else word * layout.per + plane

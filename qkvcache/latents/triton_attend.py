@@ -92,6 +92,12 @@ def _exact_tiles(
     return state
 
 
+@triton.constexpr_function
+def words_of_piece(layout, dim: int) -> int:
+    """Words of a piece of latents in `gluon_attend.py`, of which all planes are in registers at a time."""
+    return min(max(64 // layout.per, 16), 32, dim // layout.per)
+
+
 @triton.jit(do_not_specialize=["latent_stride", "query_stride", "mean_b", "rows", "scaling"])
 def query_kernel(
     latent, query, order, rope_order, weights, mean, q_latent, q_rope, factors, latent_stride, query_stride, mean_b, rows, scaling,
