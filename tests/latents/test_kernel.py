@@ -190,6 +190,27 @@ def test_a_preallocated_layer_makes_constants_beforehand(format, kernels):
     assert [cached.cache_info().misses for cached in constants] == misses
 
 
+@pytest.mark.parametrize("chosen", [None, 20])
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("format", ["identity", "int8", "turboquant_4bit_nc", "nvfp4"])
+def test_a_launch_on_hopper_has_all_arguments(format, heads, chosen, monkeypatch):
+    """Of the kernel in Gluon, which no interpreter runs, where it serves."""
+    module, launched = dispatch.module(".latents.launches"), []
+
+    def call(self, grid, *tensors, held=()):
+        launched.append((self.kernel, {*self.kernel.arg_names} - self._named(tensors, held).keys() - self.fixed.keys()))
+
+    monkeypatch.setattr(module, "architecture", lambda device: (90, 132))
+    monkeypatch.setattr("qkvcache.kernels.host.launch._callable", lambda kernel: False)
+    monkeypatch.setattr(module.Launcher, "__call__", call)
+    held = layer(format, 250, rank=512, rope=64, max_length=300)
+    mask = None if chosen is None else torch.arange(held.storage.columns, device=DEVICE)[None, None, None] < chosen
+    module.attend_latent_pages(queries(held, heads), held.storage.inputs, mask, scaling=0.2, chosen=chosen)
+    gluon = module.gluon_kernel()
+    assert [kernel is gluon for kernel, _ in launched].count(True) == (format != "nvfp4")
+    assert not any(missing for _, missing in launched)
+
+
 @pytest.mark.parametrize(
     ("release", "known"), [("3.5.1", False), ("3.6.0", True), ("3.9.0+git1", True), ("3.10.0", False), ("4.0.0", False)]
 )
