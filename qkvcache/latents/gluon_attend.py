@@ -29,6 +29,7 @@ from ..kernels.attend.triton_attend import (
     place_of_program,
     tokens_of_split,
 )
+from ..kernels.attend.triton_tiles import _token_of
 from ..kernels.device.math import MASKED_SCORE, exp2, inverse, log2
 from ..kernels.device.scales import token_scale
 from ..kernels.device.unpack import offset_of, plane_offset, unit_of, unpack
@@ -194,7 +195,7 @@ def _weighed(X: gl.constexpr, D: gl.constexpr, codes, high, low, h, p, acc, ARCH
 
 @gluon.jit
 def _first_values(X: gl.constexpr, codes, high, LAYOUT: gl.constexpr):
-    """What `_weighed` unpacks first."""
+    """Return the words that `_weighed` unpacks first."""
     return _transposed_words(X, codes, high, 0, tokens_of_piece(X, codes.shape[0]), 0, 16 * LAYOUT.warps_per_cta[0], LAYOUT)
 
 
@@ -231,15 +232,6 @@ def _hides_any(mask, begin, end, mask_stride):
 
 
 @gluon.jit
-def _token_of(chosen, place, CHOSEN: gl.constexpr):
-    """The tokens at `place`, int [T], among those that are read: their indices in the row's pages."""
-    if CHOSEN:
-        return gl.load(chosen + place)
-    else:
-        return place
-
-
-@gluon.jit
 def _entry(table, begin, end, PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):
     """The entry of the page of the token `begin`, or of the last one before `end`; with CHOSEN, tokens have entries of their own."""
     if CHOSEN:
@@ -251,8 +243,8 @@ def _entry(table, begin, end, PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl
 @gluon.jit
 def _copy(X: gl.constexpr, D: gl.constexpr, head, STRIDES: gl.constexpr, codes, high, table, entry, chosen, begin, end,
           PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):  # fmt: skip
-    """Copies what is stored of the tokens `begin` to `end`, T at most, to `codes` and `high`, shared [T, words]; those beyond repeat the
-    last. `head`: of the first page, from `head_of`; `entry`: of their page, from `_entry`."""
+    """Copies codes and high bits of the tokens from `begin` to `end`, at most T, to `codes` and `high`, shared [T, words]; the last token
+    fills the places that are left. `head`: the head in the first page, from `head_of`; `entry`: the page of the tokens, from `_entry`."""
     T: gl.constexpr = codes.shape[0]
     WORDS: gl.constexpr = D // X.per
     LAYOUT: gl.constexpr = _copied(WORDS, gl.num_warps())
@@ -363,7 +355,7 @@ def attend_latents_kernel(
     KEYS: gl.constexpr, VALUES: gl.constexpr, PAGES: gl.constexpr, G: gl.constexpr, R: gl.constexpr, T: gl.constexpr,
     MASK: gl.constexpr, CAUSAL: gl.constexpr, ARCH: gl.constexpr, EXACT: gl.constexpr, CHOSEN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """As `triton_attend.attend_latents_kernel`, but for this:
+    """This kernel has the grid and the arguments of `triton_attend.attend_latents_kernel`. These arguments differ:
 
     q_latent, q_rope   channels in the order of `_scores`: piece after piece of words, of each plane after plane
     factors        fp32 [B, G * queries, 4]: of the scores, to base 2, the product with the mean of latents, and the sums of `q_latent` and

@@ -48,7 +48,7 @@ CODES += covering(["nvfp4", "turboquant"], ["greedy", "sampling", "beams", "seve
 
 @pytest.mark.parametrize(("cache", "mode", "store", "rows"), CODES)
 def test_every_cache_gives_the_tokens_of_its_codes_decoded(cache, mode, store, rows):
-    """Of padded rows, too."""
+    """The rows of some cases are padded."""
     network, inputs = model("llama"), prompt(rows)
     ours = CACHES[cache](network.config, **ZONE, **STORES[store])
     expected = run(network, decoded(ours), inputs, **MODES[mode])

@@ -48,7 +48,7 @@ def check_against_decoded(model, mode, cache):
 
 
 def marked(cases: list[tuple[str, ...]]) -> list:
-    """Those of two architectures run on other releases of transformers, too."""
+    """The cases of two architectures run on other releases of transformers, too."""
     names = {"llama", "gemma3"}
     return [pytest.param(case, marks=[pytest.mark.contract] * bool(names & {*case})) for case in cases]
 

@@ -18,7 +18,7 @@ TEXTS = {
     "chunked": Text((0, 3, 9, 14, 23), (4, 7, 10, 9, 1, 1, 1, 5, 2, 1), skew=4.0),
 }
 LONG = Text((0, 5, 40), (300, *[1] * 60, 40, *[1] * 10), skew=3.0)
-"""Whose heads take several pages."""
+"""A text whose heads take several pages."""
 SPARSE = {
     "snapkv": SnapKV(budget=14, interval=3, window_size=4, recent=3),
     "h2o": H2O(budget=14, interval=4, recent=2),

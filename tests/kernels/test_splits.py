@@ -1,4 +1,4 @@
-"""How many splits rows have: as many as took the least time, or 3 % more, in four formats (`results/past.jsonl`, "decode by splits")."""
+"""How many splits rows have: the number took the least time in four formats, or 3 % more (`results/past.jsonl`, "decode by splits")."""
 
 from __future__ import annotations
 
