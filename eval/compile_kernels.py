@@ -37,10 +37,10 @@ from qkvcache.evict.triton_sum_keys import sum_keys_kernel
 from qkvcache.formats import FP8, REGISTRY, HadaQuant, Int4, Int8, TurboQuant  # noqa: E402
 from qkvcache.formats.base import PackedLayout  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
-from qkvcache.kernels.attend.launches import OF_SHARED, TILES, Launch, launched
+from qkvcache.kernels.attend import gluon_tiles, triton_tiles
+from qkvcache.kernels.attend.launches import GLUON_TILES, OF_SHARED, Launch, launched, launched_in_tiles
 from qkvcache.kernels.attend.triton_attend import attend_kernel
 from qkvcache.kernels.attend.triton_join import reduce_kernel, rotate_kernel
-from qkvcache.kernels.attend.triton_tiles import attend_tiles_kernel
 from qkvcache.kernels.host.tables import Side
 from qkvcache.kernels.pages import BLOCK  # noqa: E402
 from qkvcache.kernels.store import triton_dequantize, triton_store
@@ -152,9 +152,12 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
 
 
 def attention_in_tiles(format: str, head_dim: int, target: str, rows: int, variant: str = "") -> Job:
-    launch = TILES[rows > TILES[0].rows]
+    layouts: Any = [codec.packed_layout for codec in FORMATS[format].codecs()]
+    arch = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
+    launch = launched_in_tiles(arch, rows, [(layout, head_dim) for layout in layouts])
+    kernel = (gluon_tiles if launch == GLUON_TILES else triton_tiles).attend_tiles_kernel
     job = attention(format, head_dim, target, variant)
-    names = {param.name for param in attend_tiles_kernel.params}
+    names = {param.name for param in kernel.params}
     types = {name: kind for name, kind in job.types.items() if name in names} | {"rotation": "*fp16"}
     constants = {name: x for name, x in job.constants.items() if name in names}
     constants |= {"R": launch.rows, "T": launch.tile, "MASK": job.constants["MASK"] != "none"}
@@ -162,7 +165,7 @@ def attention_in_tiles(format: str, head_dim: int, target: str, rows: int, varia
     if launch.registers and constants["ARCH"]:
         options["maxnreg"] = launch.registers
     name = " ".join(filter(None, [f"tiles {format} {head_dim}", variant, f"{rows} rows"]))
-    return Job(name, attend_tiles_kernel, types, constants, target, options, may_spill=True)
+    return Job(name, kernel, types, constants, target, options, may_spill=True)
 
 
 def attention_to_latents(format: str, target: str, rows: int = 128, variant: str = "", launch: Launch | None = None) -> Job:
@@ -463,7 +466,7 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield attention_in_tiles("int8", 128, target, 128, "store")
             for format in ("turboquant_4bit_nc", "hadaquant_k2v2"):  # of eight words a token
                 yield attention(format, 64, target)
-                yield attention_in_tiles(format, 64, target, 64)
+                yield from (attention_in_tiles(format, 64, target, rows) for rows in (64, 128))
             yield from (attention(format, 128, target, "store") for format in ("int8", "turboquant_4bit_nc"))
             yield from (summing(format, 128, target, "store") for format in ("identity", "int8", "turboquant_4bit_nc"))
             yield joining("int8", 128, target)

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ..formats.base import PackedLayout
+from ..kernels.attend.gluon_pages import barrier, copied, copy_exact, copy_page, entry_of_tile, hides_any, in_shared
 from ..kernels.attend.triton_attend import (
     RING_START,
     RING_TOKENS,
@@ -36,9 +37,6 @@ from ..kernels.device.unpack import offset_of, plane_offset, unit_of, unpack
 from .triton_attend import words_of_piece
 
 EXACT_LAYOUT = gl.constexpr(PackedLayout("half"))
-# Triton 3.6 has the former names, 3.7 another barrier, 3.9 another copy.
-barrier = getattr(gl, "thread_barrier", None) or gl.barrier
-copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 SPAN = gl.constexpr(32)
 """Words of a token that are loaded from shared memory at once, for the product with queries."""
 
@@ -72,19 +70,6 @@ def _keys(X: gl.constexpr, low, high, ARCH: gl.constexpr):
 def _products(warps: int, groups: int, rows: int):
     """The layout of both products: `groups` groups of warps have query rows of their own."""
     return gl.NVMMADistributedLayout([3, 0], [warps // groups, groups], [16, rows // groups, 16])
-
-
-@gluon.constexpr_function
-def _copied(words: int, warps: int):
-    """The layout in which rows of `words` words of 16 bits are copied."""
-    lanes = min(32, words // 8)
-    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def _in_shared(words: int):
-    """The layout of rows of `words` words of 16 bits in shared memory."""
-    return gl.SwizzledSharedLayout(8, max(1, 64 // words), min(8, words // 8), [1, 0])
 
 
 @gluon.constexpr_function
@@ -221,48 +206,6 @@ def _of_all(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _hides_any(mask, begin, end, mask_stride):
-    """`hides_any` of `kernels/attend/triton_attend.py`, whose tensors have no layouts."""
-    i = gl.arange(0, 1024, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    hidden = gl.full([1024], 0, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    for at in range(begin, end, 1024):
-        shown = gl.load(mask + (at + i) * mask_stride, mask=at + i < end, other=1)
-        hidden = gl.maximum(hidden, (shown == 0).to(gl.int32))
-    return gl.max(hidden, 0) != 0
-
-
-@gluon.jit
-def _entry(table, begin, end, PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):
-    """The entry of the page of the token `begin`, or of the last one before `end`; with CHOSEN, tokens have entries of their own."""
-    if CHOSEN:
-        return begin.to(gl.int64)
-    else:
-        return entry_of(table, gl.minimum(begin, end - 1), True, PAGE, BASE)
-
-
-@gluon.jit
-def _copy(X: gl.constexpr, D: gl.constexpr, head, STRIDES: gl.constexpr, codes, high, table, entry, chosen, begin, end,
-          PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):  # fmt: skip
-    """Copies codes and high bits of the tokens from `begin` to `end`, at most T, to `codes` and `high`, shared [T, words]; the last token
-    fills the places that are left. `head`: the head in the first page, from `head_of`; `entry`: the page of the tokens, from `_entry`."""
-    T: gl.constexpr = codes.shape[0]
-    WORDS: gl.constexpr = D // X.per
-    LAYOUT: gl.constexpr = _copied(WORDS, gl.num_warps())
-    t = gl.arange(0, T, gl.SliceLayout(1, LAYOUT))
-    w = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
-    place = gl.minimum(begin + t, end - 1)
-    token = _token_of(chosen, place, CHOSEN)
-    WHOLE: gl.constexpr = T <= PAGE and not CHOSEN
-    if not WHOLE:
-        entry = entry_of(table, place, place >= 0, CHOSEN if CHOSEN else PAGE, BASE)
-    words, bits, _ = page_of(X, D, True, head, STRIDES, entry, 0)
-    at = gl.max_contiguous(gl.multiple_of((token % PAGE * WORDS)[:, None] + w[None, :], [1, 8]), [1, 8])
-    copy_to_shared(codes, (words if WHOLE else words[:, None]) + at)
-    if X.high > 1:
-        copy_to_shared(high, (bits if WHOLE else bits[:, None]) + at)
-
-
-@gluon.jit
 def _scales(X: gl.constexpr, D: gl.constexpr, ONCE: gl.constexpr, head, STRIDES: gl.constexpr, table, entry, chosen, begin, end,
             T: gl.constexpr, PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """Scale and zero of the tokens from `begin` on, fp32 [T] each."""
@@ -283,21 +226,11 @@ def _load_queries(q, query, rows, first: gl.constexpr):
     of a piece]."""
     PIECES: gl.constexpr = q.shape[0]
     WIDTH: gl.constexpr = q.shape[2]
-    LAYOUT: gl.constexpr = _copied(WIDTH, gl.num_warps())
+    LAYOUT: gl.constexpr = copied(WIDTH, gl.num_warps())
     d = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     at = query + gl.convert_layout(rows, gl.SliceLayout(1, LAYOUT))[:, None] + first + d[None, :]
     for i in gl.static_range(PIECES):
         q.index(i).store(gl.load(at + i * WIDTH))
-
-
-@gluon.jit
-def _load_exact(codes, tokens, stride, begin, slots, oldest_slot, count, RING: gl.constexpr):
-    """Copies the exact tokens in the slots from `begin` on to `codes`, shared [T, channels]; arguments as in `exact_columns`."""
-    LAYOUT: gl.constexpr = _copied(codes.shape[1], gl.num_warps())
-    at = begin + gl.arange(0, codes.shape[0], gl.SliceLayout(1, LAYOUT))
-    d = gl.arange(0, codes.shape[1], gl.SliceLayout(0, LAYOUT))
-    valid, _ = exact_columns(at, slots, 0, oldest_slot, count, RING)
-    codes.store(gl.load(tokens + at[:, None] * stride + d[None, :], mask=valid[:, None], other=0.0))
 
 
 @gluon.jit
@@ -323,8 +256,8 @@ def _exact_tiles(
     T: gl.constexpr = codes.shape[0]
     t = gl.arange(0, T, gl.SliceLayout(1, LAYOUT))
     for begin in range(0, slots, T):
-        _load_exact(codes, latents, latent_stride, begin, slots, oldest_slot, count, RING)
-        _load_exact(rope_codes, ropes, rope_stride, begin, slots, oldest_slot, count, RING)
+        copy_exact(codes, latents, latent_stride, begin, slots, oldest_slot, count, RING)
+        copy_exact(rope_codes, ropes, rope_stride, begin, slots, oldest_slot, count, RING)
         valid, column = exact_columns(begin + t, slots, start, oldest_slot, count, RING)
         s = _scores(X, P, rope_codes, rope_codes, q_rope, gl.full([T, p.shape[1]], 0.0, gl.float32, LAYOUT), True, ARCH, LAYOUT)
         s = _scores(X, D, codes, codes, q, s, False, ARCH, LAYOUT) * scaling
@@ -424,8 +357,8 @@ def attend_latents_kernel(
         _load_queries(x_latent, query, x_rows, 0)
         _load_queries(x_rope, query, x_rows, D)
         fence_async_shared()
-        latents = gl.allocate_shared_memory(own, [T, D], _in_shared(D))
-        ropes = gl.allocate_shared_memory(own, [T, P], _in_shared(P))
+        latents = gl.allocate_shared_memory(own, [T, D], in_shared(D))
+        ropes = gl.allocate_shared_memory(own, [T, P], in_shared(P))
         weights = gl.allocate_shared_memory(own, [T, R], gl.NVMMASharedLayout(SWIZZLE, 16))
         newest = n_sinks + length + in_ring - (queries - row % queries if CAUSAL else gl.full([R], 1, gl.int32, OF_ROW))
         state = _exact_tiles(
@@ -461,31 +394,31 @@ def attend_latents_kernel(
             q_sum = gl.load(factors + q_row * 4 + 2)
             rope_sum = gl.load(factors + q_row * 4 + 3)
             if MASK and not CHOSEN:
-                hides = _hides_any(mask, n_sinks + low, n_sinks + high, mask_t)
+                hides = hides_any(mask, n_sinks + low, n_sinks + high, mask_t)
             k_head = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), K_STRIDES, b, h)
             v_head = head_of(V, V_ONCE, (v_planes[0], v_planes[1], v_planes[2]), V_STRIDES, b, h)
-            codes = gl.allocate_shared_memory(k_planes[0].dtype.element_ty, [STAGES, T, KW], _in_shared(KW))
+            codes = gl.allocate_shared_memory(k_planes[0].dtype.element_ty, [STAGES, T, KW], in_shared(KW))
             bits = codes
             if K.high > 1:
-                bits = gl.allocate_shared_memory(gl.int16, [STAGES, T, KW], _in_shared(KW))
-            rope_codes = gl.allocate_shared_memory(v_planes[0].dtype.element_ty, [STAGES, T, VW], _in_shared(VW))
+                bits = gl.allocate_shared_memory(gl.int16, [STAGES, T, KW], in_shared(KW))
+            rope_codes = gl.allocate_shared_memory(v_planes[0].dtype.element_ty, [STAGES, T, VW], in_shared(VW))
             p = gl.allocate_shared_memory(held, [T, R], gl.NVMMASharedLayout(SWIZZLE, 16))
             t = gl.arange(0, T, OF_TOKEN)
             # Pages are looked up a tile ahead of the copies from them: loads that follow one another would be waited for.
             for i in gl.static_range(STAGES - 1):
                 if low + i * T < high:
-                    entry = _entry(table, low + i * T, high, PAGE, BASE, CHOSEN)
-                    _copy(
+                    entry = entry_of_tile(table, low + i * T, high, PAGE, BASE, CHOSEN)
+                    copy_page(
                         K, D, k_head, K_STRIDES, codes.index(i), bits.index(i), table, entry, chosen, low + i * T, high, PAGE, BASE, CHOSEN
                     )  # fmt: skip
                     ropes = rope_codes.index(i)
-                    _copy(V, P, v_head, V_STRIDES, ropes, ropes, table, entry, chosen, low + i * T, high, PAGE, BASE, CHOSEN)
+                    copy_page(V, P, v_head, V_STRIDES, ropes, ropes, table, entry, chosen, low + i * T, high, PAGE, BASE, CHOSEN)
                 async_copy.commit_group()
-            entry = _entry(table, low, high, PAGE, BASE, CHOSEN)
+            entry = entry_of_tile(table, low, high, PAGE, BASE, CHOSEN)
             scale, zero = _scales(K, D, K_ONCE, k_head, K_STRIDES, table, entry, chosen, low, high, T, PAGE, BASE, CHOSEN, OF_TOKEN)
             rope_scale, _ = _scales(V, P, V_ONCE, v_head, V_STRIDES, table, entry, chosen, low, high, T, PAGE, BASE, CHOSEN, OF_TOKEN)
-            entry = _entry(table, low + T, high, PAGE, BASE, CHOSEN)
-            ahead_entry = _entry(table, low + (STAGES - 1) * T, high, PAGE, BASE, CHOSEN)
+            entry = entry_of_tile(table, low + T, high, PAGE, BASE, CHOSEN)
+            ahead_entry = entry_of_tile(table, low + (STAGES - 1) * T, high, PAGE, BASE, CHOSEN)
             stage = low * 0
             for token in range(low, high, T):
                 async_copy.wait_group(STAGES - 2)
@@ -493,12 +426,12 @@ def attend_latents_kernel(
                 ahead = token + (STAGES - 1) * T
                 if ahead < high:
                     into = (stage + STAGES - 1) % STAGES
-                    _copy(
+                    copy_page(
                         K, D, k_head, K_STRIDES, codes.index(into), bits.index(into), table, ahead_entry, chosen, ahead, high, PAGE, BASE,
                         CHOSEN,
                     )  # fmt: skip
                     ropes = rope_codes.index(into)
-                    _copy(V, P, v_head, V_STRIDES, ropes, ropes, table, ahead_entry, chosen, ahead, high, PAGE, BASE, CHOSEN)
+                    copy_page(V, P, v_head, V_STRIDES, ropes, ropes, table, ahead_entry, chosen, ahead, high, PAGE, BASE, CHOSEN)
                 async_copy.commit_group()
                 # Before the loads of the next tile: what waits for a load waits for all that were issued meanwhile.
                 scale = gl.maximum(scale, 1e-27)  # an all-zero vector has weight too
@@ -512,8 +445,8 @@ def attend_latents_kernel(
                 next_rope, _ = _scales(
                     V, P, V_ONCE, v_head, V_STRIDES, table, entry, chosen, following, high, T, PAGE, BASE, CHOSEN, OF_TOKEN
                 )
-                entry = _entry(table, token + 2 * T, high, PAGE, BASE, CHOSEN)
-                ahead_entry = _entry(table, ahead + T, high, PAGE, BASE, CHOSEN)
+                entry = entry_of_tile(table, token + 2 * T, high, PAGE, BASE, CHOSEN)
+                ahead_entry = entry_of_tile(table, ahead + T, high, PAGE, BASE, CHOSEN)
                 here, here_bits, ropes = codes.index(stage), bits.index(stage), rope_codes.index(stage)
                 s = _scores(V, P, ropes, ropes, qr, zeros, True, ARCH, LAYOUT)
                 if _key_offset(V) != 0:

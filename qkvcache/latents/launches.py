@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from ..formats.base import Codec, PackedLayout
 from ..formats.rotation import rotation_block
-from ..kernels.attend.launches import Launch, architecture, in_one_wave
+from ..kernels.attend.launches import Launch, architecture, in_one_wave, knows_gluon
 from ..kernels.attend.plan import OF_INPUTS, OF_LAYER, Kind, Layer, held_of, layer_of
 from ..kernels.attend.triton_attend import LOG2E
 from ..kernels.attend.triton_join import reduce_kernel
@@ -25,8 +23,6 @@ from ..kernels.work import LEAST_SPLIT
 from .reference import LEAST_SAVED
 from .triton_attend import attend_latents_kernel, choose_kernel, query_kernel, words_of_piece
 
-KNOWN_GLUON = (3, 6), (3, 10)
-"""The first release of Triton whose Gluon compiles the kernel, and the first one that nobody tried: Gluon renames functions."""
 CHOSEN_FROM = 4096
 """Tokens of which a program lists those that a query sees."""
 MOST_PARTIAL = 2**28
@@ -41,21 +37,7 @@ def on_hopper(arch: int, layouts: tuple[PackedLayout, PackedLayout], dims: tuple
     of groups of channels would be in too many registers, and a plane of high bits has half of the rows of a product."""
     latent, rope = layouts
     serves = arch // 10 == 9 and dims == (MOST_RANK, MOST_CHANNELS - MOST_RANK) and not latent.group and latent.high != 1
-    return serves and (rope.kind, rope.scale) in (("half", "none"), ("int8", "fp32")) and _knows_gluon()
-
-
-@functools.cache
-def _knows_gluon() -> bool:
-    release = tuple(map(int, triton.__version__.split(".")[:2]))
-    known = KNOWN_GLUON[0] <= release < KNOWN_GLUON[1]
-    if not known:
-        first, beyond = (".".join(map(str, release)) for release in KNOWN_GLUON)
-        warnings.warn(
-            f"attention to latents takes up to three times as long with Triton {triton.__version__} as with Triton {first} or a later one "
-            f"before {beyond}",
-            stacklevel=2,
-        )
-    return known
+    return serves and (rope.kind, rope.scale) in (("half", "none"), ("int8", "fp32")) and knows_gluon()
 
 
 def launched(arch: int, rows: int, layouts: tuple[PackedLayout, PackedLayout], dims: tuple[int, int]) -> Launch:

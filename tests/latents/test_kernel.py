@@ -216,11 +216,11 @@ def test_a_launch_on_hopper_has_all_arguments(format, heads, chosen, monkeypatch
 )
 def test_another_triton_takes_the_other_kernel(release, known, monkeypatch):
     module = dispatch.module(".latents.launches")
-    monkeypatch.setattr(module.triton, "__version__", release)
-    module._knows_gluon.cache_clear()
+    monkeypatch.setattr("triton.__version__", release)
+    module.knows_gluon.cache_clear()
     layouts = tuple(codec.packed_layout for codec in LatentLayer(FORMATS["int8"], latents=(512, 64)).codecs((512, 64)))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert [module.on_hopper(arch, layouts, (512, 64)) for arch in (90, 90, 80, 100)] == [known, known, False, False]
     assert len(told) == (not known)
-    module._knows_gluon.cache_clear()
+    module.knows_gluon.cache_clear()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import triton
 from torch import Tensor
 
 from ...formats.base import PackedLayout
@@ -45,7 +48,11 @@ WIDEST = Launch(registers=None, programs=2, warps=4)
 MANY_ROWS = Launch(64, 3, None, 8, 2, 32), Launch(64, 3, None, 4, 4, 64)
 """Launches for up to 32 query rows and for more: each code is unpacked once for as many rows as the registers of a program hold."""
 TILES = Launch(128, 1, None, 2, 4, 64, many=True), Launch(64, 1, 128, 2, 8, 128, many=True)
-"""Launches of the kernel for many rows: up to 64 rows, and more. They are the best measured on an H200."""
+"""Launches of the kernel for many rows in Triton: up to 64 rows, and more. They are the best measured on an H200."""
+GLUON_TILES = Launch(128, 1, None, 1, 8, 128, many=True)
+"""The launch of the kernel for more than 64 rows on Hopper, in Gluon."""
+KNOWN_GLUON = (3, 6), (3, 10)
+"""The first release of Triton whose Gluon compiles the kernels, and the first one that nobody tried: Gluon renames functions."""
 FEWEST_TILE_ROWS = 33
 """Query rows of a KV head from which on that kernel is faster than the decode kernel on an H200."""
 
@@ -80,13 +87,37 @@ def in_tiles(query: Tensor, inputs: PagedInputs, mask: Tensor | None) -> Launch 
     sides = [(layout_of(codec), x.shape[3]) for codec, x in zip(inputs.pages.codecs, inputs.ring, strict=True)]
     if query.dtype not in (torch.float16, torch.bfloat16) or not all(layout and _fits_tiles(layout, dim) for layout, dim in sides):
         return None
-    return TILES[rows > TILES[0].rows]
+    return launched_in_tiles(architecture(query.device)[0], rows, [(layout, dim) for layout, dim in sides if layout])
 
 
 def _fits_tiles(layout: PackedLayout, head_dim: int) -> bool:
     """Whether the kernel for many rows reads this layout: a plane of words must lie in one group or in two."""
     words = head_dim // layout.per
     return head_dim in (64, 128) and layout.kind != "half" and (layout.group % words == 0 or words == 2 * layout.group)
+
+
+def launched_in_tiles(arch: int, rows: int, sides: Sequence[tuple[PackedLayout, int]]) -> Launch:
+    """The launch of the kernel for many rows, for `rows` query rows of a KV head, on GPUs of compute capability `arch`. `sides`: layout
+    and head_dim of keys and values. In Gluon, a plane of high bits must have eight words."""
+    if rows <= TILES[0].rows:
+        return TILES[0]
+    gluon = arch // 10 == 9 and all(layout.high != 1 or dim == 128 for layout, dim in sides)
+    return GLUON_TILES if gluon and knows_gluon() else TILES[1]
+
+
+@functools.cache
+def knows_gluon() -> bool:
+    """Whether Triton's Gluon is a release that compiles the kernels; if not, warns once."""
+    release = tuple(map(int, triton.__version__.split(".")[:2]))
+    known = KNOWN_GLUON[0] <= release < KNOWN_GLUON[1]
+    if not known:
+        first, beyond = (".".join(map(str, release)) for release in KNOWN_GLUON)
+        warnings.warn(
+            f"attention takes up to three times as long with Triton {triton.__version__} as with Triton {first} or a later one "
+            f"before {beyond}",
+            stacklevel=2,
+        )
+    return known
 
 
 OF_SHARED = Launch(64, 3, None, 4, 2, 16)

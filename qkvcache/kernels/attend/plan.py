@@ -46,6 +46,14 @@ Arguments = tuple[tuple[Tensor, ...], tuple[Held, ...]]
 and the arguments `OF_LAYER`, `OF_INPUTS` and `OF_CALL`."""
 
 
+@functools.cache
+def gluon_kernel() -> Any:
+    """Gluon is imported where it runs: Triton's interpreter has none."""
+    from .gluon_tiles import attend_tiles_kernel
+
+    return attend_tiles_kernel
+
+
 class Kind:
     """Sizes, strides and codecs that the launches of a layer depend on. Layers that are alike share one."""
 
@@ -191,7 +199,8 @@ class Launches:
         held = (*OF_LAYER, *OF_INPUTS, *OF_CALL)
         if launch.many:
             tiles = {"rotation": use.queries.matrix, "MASK": form.mask != "none"}
-            self.attend = Launcher(attend_tiles_kernel, device, ("query", "part", "tops"), held, **self.fixed | options | tiles)
+            kernel = gluon_kernel() if launch == fused.GLUON_TILES else attend_tiles_kernel
+            self.attend = Launcher(kernel, device, ("query", "part", "tops"), held, **self.fixed | options | tiles)
         else:
             given = "query", "region_query", "part", "tops"
             self.attend = Launcher(attend_kernel, device, given, held, **self.fixed | options)

@@ -26,15 +26,20 @@ def token_scale(X: tl.constexpr, ONCE: tl.constexpr, scales, slot):
         word = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot // 2)
         scale = _half(word >> ((slot & 1) * 16))
         zero = (slot * 0).to(tl.float32)
-    elif X.scale == "pair":
-        word = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot)
-        scale = _half(word)
-        zero = _half(word >> 16)
     else:
-        bits = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot)
-        scale = (bits & -16).to(tl.float32, bitcast=True)
-        zero = (bits & 15).to(tl.float32)
+        scale, zero = scale_of_word(X, tl.load(scales.to(tl.pointer_type(tl.int32)) + slot))
     return scale, zero
+
+
+@triton.jit
+def scale_of_word(X: tl.constexpr, word):
+    """Scale and zero in `word`, int32 of any shape, where they have a word of their own: fp32."""
+    if X.scale == "pair":
+        return _half(word), _half(word >> 16)
+    elif X.scale == "hidden":
+        return (word & -16).to(tl.float32, bitcast=True), (word & 15).to(tl.float32)
+    else:
+        return word.to(tl.float32, bitcast=True), word.to(tl.float32) * 0
 
 
 # Four scales in E4M3 to fp16, times 2^6. Four numbers of 16 bits come out of one register.
@@ -60,27 +65,31 @@ def _e4m3(byte):
 
 
 @triton.jit
+def group_scales_of_word(X: tl.constexpr, word, ARCH: tl.constexpr):
+    """The scales of four groups, or of two in fp16, in `word`, int32 of any shape, as a tuple of fp16."""
+    if X.scale == "block":
+        if ARCH >= 89:
+            return tl.inline_asm_elementwise(
+                _ASM_SCALES, "=h,=h,=h,=h,r", [word], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1
+            )
+        else:
+            return _e4m3(word & 127), _e4m3(word >> 8 & 127), _e4m3(word >> 16 & 127), _e4m3(word >> 24 & 127)
+    else:
+        return word.to(tl.int16).to(tl.float16, bitcast=True), (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
 def group_scales(X: tl.constexpr, WORDS: tl.constexpr, scales, slot, ARCH: tl.constexpr):
     """All scales of the tokens `slot`, int [T], as a tuple of fp16 [T], one for each group, from the plane `scales` [slots, groups] of
     their head; an empty tuple where 16 words of a plane do not lie in one group."""
     GROUPS: tl.constexpr = WORDS * X.per // X.group
     by_group = ()
     if WORDS % 16 == 0:
-        if X.scale == "block":
-            for i in tl.static_range(GROUPS // 4):
-                word = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot * (GROUPS // 4) + i)
-                if ARCH >= 89:
-                    by_group = by_group + tl.inline_asm_elementwise(
-                        _ASM_SCALES, "=h,=h,=h,=h,r", [word], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1
-                    )
-                else:
-                    for n in tl.static_range(4):
-                        by_group = by_group + (_e4m3(word >> (8 * n) & 127),)
-        elif GROUPS % 2 == 0:
-            for i in tl.static_range(GROUPS // 2):
-                word = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot * (GROUPS // 2) + i)
-                for n in tl.static_range(2):
-                    by_group = by_group + ((word >> (16 * n)).to(tl.int16).to(tl.float16, bitcast=True),)
+        PER_WORD: tl.constexpr = 4 if X.scale == "block" else 2
+        if GROUPS % PER_WORD == 0:
+            for i in tl.static_range(GROUPS // PER_WORD):
+                word = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot * (GROUPS // PER_WORD) + i)
+                by_group = by_group + group_scales_of_word(X, word, ARCH)
         else:
             for i in tl.static_range(GROUPS):
                 by_group = by_group + (tl.load(scales + slot * GROUPS + i),)

@@ -1,0 +1,146 @@
+"""How attention kernels in Gluon read tokens: pages of codes through cp.async, exact tokens, and the mask.
+
+Shapes of tiles: T tokens. X is the `PackedLayout` of a codec."""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from ..device.scales import group_scales_of_word, scale_of_word
+from .triton_attend import entry_of, exact_columns, page_of
+from .triton_tiles import _token_of
+
+# Triton 3.6 has the former names, 3.7 another barrier, 3.9 another copy.
+barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+
+@gluon.constexpr_function
+def copied(words: int, warps: int):
+    """The layout in which rows of `words` words of 16 bits are copied."""
+    lanes = min(32, words // 8)
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def in_shared(words: int):
+    """The layout of rows of `words` words of 16 bits in shared memory."""
+    return gl.SwizzledSharedLayout(8, max(1, 64 // words), min(8, words // 8), [1, 0])
+
+
+@gluon.jit
+def hides_any(mask, begin, end, mask_stride):
+    """`hides_any` of `kernels/attend/triton_attend.py`, whose tensors have no layouts."""
+    i = gl.arange(0, 1024, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    hidden = gl.full([1024], 0, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    for at in range(begin, end, 1024):
+        shown = gl.load(mask + (at + i) * mask_stride, mask=at + i < end, other=1)
+        hidden = gl.maximum(hidden, (shown == 0).to(gl.int32))
+    return gl.max(hidden, 0) != 0
+
+
+@gluon.jit
+def entry_of_tile(table, begin, end, PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):
+    """The entry of the page of the token `begin`, or of the last one before `end`; with CHOSEN, tokens have entries of their own."""
+    if CHOSEN:
+        return begin.to(gl.int64)
+    else:
+        return entry_of(table, gl.minimum(begin, end - 1), True, PAGE, BASE)
+
+
+@gluon.jit
+def copy_page(X: gl.constexpr, D: gl.constexpr, head, STRIDES: gl.constexpr, codes, high, table, entry, chosen, begin, end,
+          PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):  # fmt: skip
+    """Copies codes and high bits of the tokens from `begin` to `end`, at most T, to `codes` and `high`, shared [T, words]; the last token
+    fills the places that are left. `head`: the head in the first page, from `head_of`; `entry`: the page of the tokens, from
+    `entry_of_tile`."""
+    T: gl.constexpr = codes.shape[0]
+    WORDS: gl.constexpr = D // X.per
+    LAYOUT: gl.constexpr = copied(WORDS, gl.num_warps())
+    t = gl.arange(0, T, gl.SliceLayout(1, LAYOUT))
+    w = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
+    place = gl.minimum(begin + t, end - 1)
+    token = _token_of(chosen, place, CHOSEN)
+    WHOLE: gl.constexpr = T <= PAGE and not CHOSEN
+    if not WHOLE:
+        entry = entry_of(table, place, place >= 0, CHOSEN if CHOSEN else PAGE, BASE)
+    words, bits, _ = page_of(X, D, True, head, STRIDES, entry, 0)
+    at = gl.max_contiguous(gl.multiple_of((token % PAGE * WORDS)[:, None] + w[None, :], [1, 8]), [1, 8])
+    copy_to_shared(codes, (words if WHOLE else words[:, None]) + at)
+    if X.high > 1:
+        copy_to_shared(high, (bits if WHOLE else bits[:, None]) + at)
+    elif X.high == 1:
+        HALF: gl.constexpr = copied(WORDS // 2, gl.num_warps())
+        slot = gl.convert_layout(token % PAGE * (WORDS // 2), gl.SliceLayout(1, HALF))
+        if not WHOLE:
+            bits = gl.convert_layout(bits, gl.SliceLayout(1, HALF))[:, None]
+        w = gl.arange(0, WORDS // 2, gl.SliceLayout(0, HALF))
+        copy_to_shared(high, bits + gl.max_contiguous(gl.multiple_of(slot[:, None] + w[None, :], [1, 8]), [1, 8]))
+
+
+@gluon.constexpr_function
+def scale_words(layout, dim: int) -> int:
+    """Words of 32 bits that the scales of a token fill; 0 where two tokens share one."""
+    return {"fp16": 2, "group": 2 * dim // max(layout.group, 1), "block": dim // max(layout.group, 1)}.get(layout.scale, 4) // 4
+
+
+@gluon.jit
+def allocate_scales(X: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, T: gl.constexpr):
+    """Shared memory for the scales of STAGES tiles of T tokens, int32 [STAGES * words of a token, T], or [STAGES, T / 2]."""
+    WORDS: gl.constexpr = scale_words(X, D)
+    SHAPE: gl.constexpr = [STAGES * max(WORDS, 1), T if WORDS else T // 2]
+    return gl.allocate_shared_memory(gl.int32, SHAPE, gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def copy_scales(X: gl.constexpr, D: gl.constexpr, ONCE: gl.constexpr, head, STRIDES: gl.constexpr, into, stage, first: gl.constexpr,
+                T: gl.constexpr, table, entry, chosen, begin, end, PAGE: gl.constexpr, BASE: gl.constexpr,
+                CHOSEN: gl.constexpr):  # fmt: skip
+    """Copies the scales of T tokens from `begin` on, before `end`, to the places from `first` on of stage `stage` of `into`, from
+    `allocate_scales`. Other arguments as in `copy_page`."""
+    WORDS: gl.constexpr = scale_words(X, D)
+    EACH: gl.constexpr = 1 if WORDS else 2
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    N: gl.constexpr = T // EACH
+    place = gl.minimum(begin + gl.arange(0, N, LAYOUT) * EACH, end - 1)
+    token = _token_of(chosen, place, CHOSEN)
+    if N * EACH > PAGE or CHOSEN:
+        entry = entry_of(table, place, place >= 0, CHOSEN if CHOSEN else PAGE, BASE)
+    _, _, scales = page_of(X, D, ONCE, head, STRIDES, entry, 0)
+    words = scales.to(tl.pointer_type(tl.int32))
+    slot = token % PAGE * (1 - ONCE)
+    for i in gl.static_range(max(WORDS, 1)):
+        copy_to_shared(into.index(stage * max(WORDS, 1) + i).slice(first // EACH, N, 0), words + (slot * WORDS + i if WORDS else slot // 2))
+
+
+@gluon.jit
+def scales_of_tile(X: gl.constexpr, D: gl.constexpr, stored, stage, ARCH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Scale and zero of the tokens of a tile, fp32 [T] each, or the scales of their groups, a tuple of fp16 [T], from stage
+    `stage` of `stored`, from `allocate_scales`."""
+    WORDS: gl.constexpr = scale_words(X, D)
+    if WORDS == 0:
+        halves = stored.index(stage)._reinterpret(gl.float16, [2 * stored.shape[1]], gl.SwizzledSharedLayout(1, 1, 1, [0])).load(LAYOUT)
+        if X.group > 0:
+            return (halves,)
+        else:
+            return halves.to(gl.float32), gl.full([2 * stored.shape[1]], 0.0, gl.float32, LAYOUT)
+    elif X.group > 0:
+        by_group = ()
+        for i in gl.static_range(WORDS):
+            by_group = by_group + group_scales_of_word(X, stored.index(stage * WORDS + i).load(LAYOUT), ARCH)
+        return by_group
+    else:
+        return scale_of_word(X, stored.index(stage).load(LAYOUT))
+
+
+@gluon.jit
+def copy_exact(codes, tokens, stride, begin, slots, oldest_slot, count, RING: gl.constexpr):
+    """Copies the exact tokens in the slots from `begin` on to `codes`, shared [T, channels]; arguments as in `exact_columns`."""
+    LAYOUT: gl.constexpr = copied(codes.shape[1], gl.num_warps())
+    at = begin + gl.arange(0, codes.shape[0], gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, codes.shape[1], gl.SliceLayout(0, LAYOUT))
+    valid, _ = exact_columns(at, slots, 0, oldest_slot, count, RING)
+    codes.store(gl.load(tokens + at[:, None] * stride + d[None, :], mask=valid[:, None], other=0.0))
