@@ -231,20 +231,43 @@ def _hides_any(mask, begin, end, mask_stride):
     return gl.max(hidden, 0) != 0
 
 
-@gluon.jit
-def _entry(table, begin, end, PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):
-    """The entry of the page of the token `begin`, or of the last one before `end`; with CHOSEN, tokens have entries of their own."""
-    if CHOSEN:
-        return begin.to(gl.int64)
-    else:
-        return entry_of(table, gl.minimum(begin, end - 1), True, PAGE, BASE)
+@gluon.constexpr_function
+def _pieces(tokens: int, page: int, chosen: int) -> int:
+    """Pieces of a tile that are copied one by one: pages, if there are two."""
+    return 2 if tokens == 2 * page and not chosen else 1
 
 
 @gluon.jit
-def _copy(X: gl.constexpr, D: gl.constexpr, head, STRIDES: gl.constexpr, codes, high, table, entry, chosen, begin, end,
+def _entries(table, begin, end, T: gl.constexpr, PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):
+    """The entries of the pages of the pieces of the tile from the token `begin` on, or of the last token before `end`, as a tuple; with
+    CHOSEN, tokens have entries of their own."""
+    found = ()
+    for i in gl.static_range(_pieces(T, PAGE, CHOSEN)):
+        if CHOSEN:
+            found = found + (begin.to(gl.int64),)
+        else:
+            found = found + (entry_of(table, gl.minimum(begin + i * PAGE, end - 1), True, PAGE, BASE),)
+    return found
+
+
+@gluon.jit
+def _copy(X: gl.constexpr, D: gl.constexpr, head, STRIDES: gl.constexpr, codes, high, table, entries, chosen, begin, end,
           PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):  # fmt: skip
+    """`_copy_piece` of each piece of a tile, of which `entries` are the pages."""
+    COUNT: gl.constexpr = _pieces(codes.shape[0], PAGE, CHOSEN)
+    N: gl.constexpr = codes.shape[0] // COUNT
+    for i in gl.static_range(COUNT):
+        _copy_piece(
+            X, D, head, STRIDES, codes.slice(i * N, N, 0), high.slice(i * N, N, 0), table, entries[i], chosen, begin + i * N, end, PAGE,
+            BASE, CHOSEN,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _copy_piece(X: gl.constexpr, D: gl.constexpr, head, STRIDES: gl.constexpr, codes, high, table, entry, chosen, begin, end,
+                PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):  # fmt: skip
     """Copies codes and high bits of the tokens from `begin` to `end`, at most T, to `codes` and `high`, shared [T, words]; the last token
-    fills the places that are left. `head`: the head in the first page, from `head_of`; `entry`: the page of the tokens, from `_entry`."""
+    fills the places that are left. `head`: the head in the first page, from `head_of`; `entry`: the page of the tokens, from `_entries`."""
     T: gl.constexpr = codes.shape[0]
     WORDS: gl.constexpr = D // X.per
     LAYOUT: gl.constexpr = _copied(WORDS, gl.num_warps())
@@ -263,15 +286,19 @@ def _copy(X: gl.constexpr, D: gl.constexpr, head, STRIDES: gl.constexpr, codes, 
 
 
 @gluon.jit
-def _scales(X: gl.constexpr, D: gl.constexpr, ONCE: gl.constexpr, head, STRIDES: gl.constexpr, table, entry, chosen, begin, end,
+def _scales(X: gl.constexpr, D: gl.constexpr, ONCE: gl.constexpr, head, STRIDES: gl.constexpr, table, entries, chosen, begin, end,
             T: gl.constexpr, PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
-    """Scale and zero of the tokens from `begin` on, fp32 [T] each."""
-    place = gl.minimum(begin + gl.arange(0, T, LAYOUT), end - 1)
+    """Scale and zero of the tokens from `begin` on, fp32 [T] each. `entries`: from `_entries`."""
+    t = gl.arange(0, T, LAYOUT)
+    place = gl.minimum(begin + t, end - 1)
     if X.scale == "none":
         return gl.full([T], 1.0, gl.float32, LAYOUT), gl.full([T], 0.0, gl.float32, LAYOUT)
     else:
         token = _token_of(chosen, place, CHOSEN)
-        if T > PAGE or CHOSEN:
+        entry = entries[0]
+        if _pieces(T, PAGE, CHOSEN) == 2:
+            entry = gl.where(t < PAGE, entry, entries[1])
+        elif T > PAGE or CHOSEN:
             entry = entry_of(table, place, place >= 0, CHOSEN if CHOSEN else PAGE, BASE)
         _, _, scales = page_of(X, D, ONCE, head, STRIDES, entry, 0)
         return token_scale(X, ONCE, scales, token % PAGE)
@@ -474,18 +501,18 @@ def attend_latents_kernel(
             # Pages are looked up a tile ahead of the copies from them: loads that follow one another would be waited for.
             for i in gl.static_range(STAGES - 1):
                 if low + i * T < high:
-                    entry = _entry(table, low + i * T, high, PAGE, BASE, CHOSEN)
+                    entries = _entries(table, low + i * T, high, T, PAGE, BASE, CHOSEN)
                     _copy(
-                        K, D, k_head, K_STRIDES, codes.index(i), bits.index(i), table, entry, chosen, low + i * T, high, PAGE, BASE, CHOSEN
+                        K, D, k_head, K_STRIDES, codes.index(i), bits.index(i), table, entries, chosen, low + i * T, high, PAGE, BASE, CHOSEN
                     )  # fmt: skip
                     ropes = rope_codes.index(i)
-                    _copy(V, P, v_head, V_STRIDES, ropes, ropes, table, entry, chosen, low + i * T, high, PAGE, BASE, CHOSEN)
+                    _copy(V, P, v_head, V_STRIDES, ropes, ropes, table, entries, chosen, low + i * T, high, PAGE, BASE, CHOSEN)
                 async_copy.commit_group()
-            entry = _entry(table, low, high, PAGE, BASE, CHOSEN)
-            scale, zero = _scales(K, D, K_ONCE, k_head, K_STRIDES, table, entry, chosen, low, high, T, PAGE, BASE, CHOSEN, OF_TOKEN)
-            rope_scale, _ = _scales(V, P, V_ONCE, v_head, V_STRIDES, table, entry, chosen, low, high, T, PAGE, BASE, CHOSEN, OF_TOKEN)
-            entry = _entry(table, low + T, high, PAGE, BASE, CHOSEN)
-            ahead_entry = _entry(table, low + (STAGES - 1) * T, high, PAGE, BASE, CHOSEN)
+            entries = _entries(table, low, high, T, PAGE, BASE, CHOSEN)
+            scale, zero = _scales(K, D, K_ONCE, k_head, K_STRIDES, table, entries, chosen, low, high, T, PAGE, BASE, CHOSEN, OF_TOKEN)
+            rope_scale, _ = _scales(V, P, V_ONCE, v_head, V_STRIDES, table, entries, chosen, low, high, T, PAGE, BASE, CHOSEN, OF_TOKEN)
+            entries = _entries(table, low + T, high, T, PAGE, BASE, CHOSEN)
+            ahead_entries = _entries(table, low + (STAGES - 1) * T, high, T, PAGE, BASE, CHOSEN)
             stage = low * 0
             for token in range(low, high, T):
                 async_copy.wait_group(STAGES - 2)
@@ -494,11 +521,11 @@ def attend_latents_kernel(
                 if ahead < high:
                     into = (stage + STAGES - 1) % STAGES
                     _copy(
-                        K, D, k_head, K_STRIDES, codes.index(into), bits.index(into), table, ahead_entry, chosen, ahead, high, PAGE, BASE,
+                        K, D, k_head, K_STRIDES, codes.index(into), bits.index(into), table, ahead_entries, chosen, ahead, high, PAGE, BASE,
                         CHOSEN,
                     )  # fmt: skip
                     ropes = rope_codes.index(into)
-                    _copy(V, P, v_head, V_STRIDES, ropes, ropes, table, ahead_entry, chosen, ahead, high, PAGE, BASE, CHOSEN)
+                    _copy(V, P, v_head, V_STRIDES, ropes, ropes, table, ahead_entries, chosen, ahead, high, PAGE, BASE, CHOSEN)
                 async_copy.commit_group()
                 # Before the loads of the next tile: what waits for a load waits for all that were issued meanwhile.
                 scale = gl.maximum(scale, 1e-27)  # an all-zero vector has weight too
@@ -507,13 +534,13 @@ def attend_latents_kernel(
                 rope_scale = rope_scale * (unit_of(V) / unit_of(K)) * unscale
                 following = gl.minimum(token + T, high - 1)
                 next_scale, next_zero = _scales(
-                    K, D, K_ONCE, k_head, K_STRIDES, table, entry, chosen, following, high, T, PAGE, BASE, CHOSEN, OF_TOKEN
+                    K, D, K_ONCE, k_head, K_STRIDES, table, entries, chosen, following, high, T, PAGE, BASE, CHOSEN, OF_TOKEN
                 )
                 next_rope, _ = _scales(
-                    V, P, V_ONCE, v_head, V_STRIDES, table, entry, chosen, following, high, T, PAGE, BASE, CHOSEN, OF_TOKEN
+                    V, P, V_ONCE, v_head, V_STRIDES, table, entries, chosen, following, high, T, PAGE, BASE, CHOSEN, OF_TOKEN
                 )
-                entry = _entry(table, token + 2 * T, high, PAGE, BASE, CHOSEN)
-                ahead_entry = _entry(table, ahead + T, high, PAGE, BASE, CHOSEN)
+                entries = _entries(table, token + 2 * T, high, T, PAGE, BASE, CHOSEN)
+                ahead_entries = _entries(table, ahead + T, high, T, PAGE, BASE, CHOSEN)
                 here, here_bits, ropes = codes.index(stage), bits.index(stage), rope_codes.index(stage)
                 s = _scores(V, P, ropes, ropes, qr, zeros, True, ARCH, LAYOUT)
                 if _key_offset(V) != 0:
