@@ -39,6 +39,8 @@ EXACT_LAYOUT = gl.constexpr(PackedLayout("half"))
 # Triton 3.6 has the former names, 3.7 another barrier, 3.9 another copy.
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+EXACT_TILE = gl.constexpr(64)
+"""The most tokens of a tile of exact tokens."""
 SPAN = gl.constexpr(32)
 """Words of a token that are loaded from shared memory at once, for the product with queries."""
 
@@ -205,6 +207,35 @@ def _of_thread(x):
     T: gl.constexpr = x.shape[0]
     R: gl.constexpr = x.shape[1]
     return gl.sum(gl.reshape(x, [T // 16, 2, 8, R]), 1)
+
+
+@gluon.jit
+def _nothing(D: gl.constexpr, T: gl.constexpr, R: gl.constexpr, LAYOUT: gl.constexpr):
+    """The state before the first tile: maximum, fp32 [R], normaliser, as `_of_thread`, and output, as in `_weighed`."""
+    M: gl.constexpr = 16 * LAYOUT.warps_per_cta[0]
+    acc = ()
+    for _ in gl.static_range(D // M):
+        acc = acc + (gl.full([M, R], 0.0, gl.float32, LAYOUT),)
+    m = gl.full([R], MASKED_SCORE, gl.float32, gl.SliceLayout(0, LAYOUT))
+    return m, _of_thread(gl.full([T, R], 0.0, gl.float32, LAYOUT)), acc
+
+
+@gluon.jit
+def _store(out, D: gl.constexpr, first, x, live):
+    """Stores `x`, fp32 [M, R], channels from `first` on, where rows are `live`, bool [R], to `out`: [R, D]."""
+    LAYOUT: gl.constexpr = x.type.layout
+    word = gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
+    r = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
+    gl.store(out + (r * D)[None, :] + (first + word)[:, None], x, mask=live[None, :])
+
+
+@gluon.jit
+def _store_tops(tops, m, l):
+    """Stores maxima `m`, fp32 [R], and normalisers `l`, as `_of_thread`, to `tops`: [R, 2]."""
+    LAYOUT: gl.constexpr = m.type.layout
+    r = gl.arange(0, m.shape[0], LAYOUT)
+    gl.store(tops + r * 2, m)
+    gl.store(tops + r * 2 + 1, _of_all(l, LAYOUT))
 
 
 @gluon.jit
@@ -390,6 +421,7 @@ def attend_latents_kernel(
     STAGES         tiles of codes in shared memory
     """
     gl.static_assert(STAGES > 1)
+    gl.static_assert(STAGES == 2 or T <= EXACT_TILE)
     COUNTED: gl.constexpr = rows is not None
     K: gl.constexpr = KEYS.layout
     V: gl.constexpr = VALUES.layout
@@ -409,6 +441,7 @@ def attend_latents_kernel(
     KW: gl.constexpr = D // PER
     VW: gl.constexpr = P // V.per
     SWIZZLE: gl.constexpr = min(128, 2 * R)
+    ROPES: gl.constexpr = 1 if T > EXACT_TILE else STAGES
     each_query, split, splits = place_of_program(EXACT and not CHOSEN)
     block = gl.program_id(1)
     h = each_query * 0  # there is one head
@@ -432,39 +465,39 @@ def attend_latents_kernel(
         in_ring = gl.load(rows + RING_TOKENS)
     if MASK:
         mask += b * mask_b
-    m = gl.full([R], MASKED_SCORE, gl.float32, OF_ROW)
-    zeros = gl.full([T, R], 0.0, gl.float32, LAYOUT)
-    l = _of_thread(zeros)
-    acc = ()
-    for i in gl.static_range(D // M):
-        acc = acc + (gl.full([M, R], 0.0, gl.float32, LAYOUT),)
-    panel = each_query * gl.num_programs(1) + block
-    out = part + (panel * splits + split) * (R * D) + (gl.arange(0, R, OF_ROW) * D)[None, :]
-    word = gl.arange(0, M, OF_TOKEN)[:, None]
+    panel = (each_query * gl.num_programs(1) + block) * splits + split
+    part += panel * (R * D)
+    tops += panel * (R * 2)
 
     if EXACT and split == 0:
         own: gl.constexpr = query.dtype.element_ty
         WIDTH: gl.constexpr = words_of_piece(EXACT_LAYOUT, D)
+        XT: gl.constexpr = min(T, EXACT_TILE)
+        X_LAYOUT: gl.constexpr = _products(gl.num_warps(), 16 * gl.num_warps() // XT, R)
+        XM: gl.constexpr = 16 * X_LAYOUT.warps_per_cta[0]
+        OF_X_ROW: gl.constexpr = gl.SliceLayout(0, X_LAYOUT)
+        x_row = gl.convert_layout(row, OF_X_ROW)
         x_latent = gl.allocate_shared_memory(own, [D // WIDTH, R, WIDTH], gl.NVMMASharedLayout(2 * WIDTH, 16))
         x_rope = gl.allocate_shared_memory(own, [P // WIDTH, R, WIDTH], gl.NVMMASharedLayout(2 * WIDTH, 16))
-        x_rows = b * query_strides[0] + row // queries * query_strides[1] + row % queries * query_strides[2]
+        x_rows = b * query_strides[0] + x_row // queries * query_strides[1] + x_row % queries * query_strides[2]
         _load_queries(x_latent, query, x_rows, 0)
         _load_queries(x_rope, query, x_rows, D)
         fence_async_shared()
-        latents = gl.allocate_shared_memory(own, [T, D], _in_shared(D))
-        ropes = gl.allocate_shared_memory(own, [T, P], _in_shared(P))
-        weights = gl.allocate_shared_memory(own, [T, R], gl.NVMMASharedLayout(SWIZZLE, 16))
-        newest = n_sinks + length + in_ring - (queries - row % queries if CAUSAL else gl.full([R], 1, gl.int32, OF_ROW))
+        latents = gl.allocate_shared_memory(own, [XT, D], _in_shared(D))
+        ropes = gl.allocate_shared_memory(own, [XT, P], _in_shared(P))
+        weights = gl.allocate_shared_memory(own, [XT, R], gl.NVMMASharedLayout(SWIZZLE, 16))
+        newest = n_sinks + length + in_ring - (queries - x_row % queries if CAUSAL else gl.full([R], 1, gl.int32, OF_X_ROW))
         state = _exact_tiles(
-            D, P, MASK, ARCH, False, LAYOUT, (m, l, acc), x_latent, x_rope, latents, ropes, weights, scaling, exact[0] + b * exact[4],
+            D, P, MASK, ARCH, False, X_LAYOUT, _nothing(D, XT, R, X_LAYOUT), x_latent, x_rope, latents, ropes, weights, scaling, exact[0] + b * exact[4],
             exact[6], exact[1] + b * exact[7], exact[9], n_sinks, 0, newest, mask, mask_t, 0, 0,
         )  # fmt: skip
-        m, l, acc = _exact_tiles(
-            D, P, MASK, ARCH, COUNTED, LAYOUT, state, x_latent, x_rope, latents, ropes, weights, scaling, exact[2] + b * exact[10],
+        x_m, x_l, x_acc = _exact_tiles(
+            D, P, MASK, ARCH, COUNTED, X_LAYOUT, state, x_latent, x_rope, latents, ropes, weights, scaling, exact[2] + b * exact[10],
             exact[12], exact[3] + b * exact[13], exact[15], n_residual, n_sinks + length, newest, mask, mask_t, oldest_slot, in_ring,
         )  # fmt: skip
-        for c in gl.static_range(D // M):
-            gl.store(out + c * M + word, acc[c], mask=live[None, :])
+        for c in gl.static_range(D // XM):
+            _store(part, D, c * XM, x_acc[c], gl.convert_layout(live, OF_X_ROW))
+        _store_tops(tops, x_m, x_l)
     else:
         if CHOSEN:
             length = gl.load(counts + each_query)
@@ -473,6 +506,7 @@ def attend_latents_kernel(
         each = tokens_of_split(length, gl.maximum(splits - EXACT, 1), least, T)
         low = tl.multiple_of((split - EXACT) * each, T)
         high = gl.minimum(low + each, length)
+        m, l, acc = _nothing(D, T, R, LAYOUT)
         y, z = l, l
         if low < high:
             held: gl.constexpr = q_latent.dtype.element_ty
@@ -495,7 +529,7 @@ def attend_latents_kernel(
             bits = codes
             if K.high > 1:
                 bits = gl.allocate_shared_memory(gl.int16, [STAGES, T, KW], _in_shared(KW))
-            rope_codes = gl.allocate_shared_memory(v_planes[0].dtype.element_ty, [STAGES, T, VW], _in_shared(VW))
+            rope_codes = gl.allocate_shared_memory(v_planes[0].dtype.element_ty, [ROPES, T, VW], _in_shared(VW))
             p = gl.allocate_shared_memory(held, [T, R], gl.NVMMASharedLayout(SWIZZLE, 16))
             t = gl.arange(0, T, OF_TOKEN)
             # Pages are looked up a tile ahead of the copies from them: loads that follow one another would be waited for.
@@ -512,10 +546,10 @@ def attend_latents_kernel(
             scale, zero = _scales(K, D, K_ONCE, k_head, K_STRIDES, table, entries, chosen, low, high, T, PAGE, BASE, CHOSEN, OF_TOKEN)
             rope_scale, _ = _scales(V, P, V_ONCE, v_head, V_STRIDES, table, entries, chosen, low, high, T, PAGE, BASE, CHOSEN, OF_TOKEN)
             entries = _entries(table, low + T, high, T, PAGE, BASE, CHOSEN)
-            ahead_entries = _entries(table, low + (STAGES - 1) * T, high, T, PAGE, BASE, CHOSEN)
+            ahead_entries = entries if STAGES == 2 else _entries(table, low + (STAGES - 1) * T, high, T, PAGE, BASE, CHOSEN)
             stage = low * 0
             for token in range(low, high, T):
-                async_copy.wait_group(STAGES - 2)
+                async_copy.wait_group(STAGES - 2 if ROPES > 1 else 0)
                 barrier()
                 ahead = token + (STAGES - 1) * T
                 if ahead < high:
@@ -524,8 +558,9 @@ def attend_latents_kernel(
                         K, D, k_head, K_STRIDES, codes.index(into), bits.index(into), table, ahead_entries, chosen, ahead, high, PAGE, BASE,
                         CHOSEN,
                     )  # fmt: skip
-                    ropes = rope_codes.index(into)
-                    _copy(V, P, v_head, V_STRIDES, ropes, ropes, table, ahead_entries, chosen, ahead, high, PAGE, BASE, CHOSEN)
+                    if ROPES > 1:
+                        ropes = rope_codes.index(into)
+                        _copy(V, P, v_head, V_STRIDES, ropes, ropes, table, ahead_entries, chosen, ahead, high, PAGE, BASE, CHOSEN)
                 async_copy.commit_group()
                 # Before the loads of the next tile: what waits for a load waits for all that were issued meanwhile.
                 scale = gl.maximum(scale, 1e-27)  # an all-zero vector has weight too
@@ -539,10 +574,12 @@ def attend_latents_kernel(
                 next_rope, _ = _scales(
                     V, P, V_ONCE, v_head, V_STRIDES, table, entries, chosen, following, high, T, PAGE, BASE, CHOSEN, OF_TOKEN
                 )
+                next_entries = entries
                 entries = _entries(table, token + 2 * T, high, T, PAGE, BASE, CHOSEN)
-                ahead_entries = _entries(table, ahead + T, high, T, PAGE, BASE, CHOSEN)
-                here, here_bits, ropes = codes.index(stage), bits.index(stage), rope_codes.index(stage)
-                s = _scores(V, P, ropes, ropes, qr, zeros, True, ARCH, LAYOUT)
+                ahead_entries = entries if STAGES == 2 else _entries(table, ahead + T, high, T, PAGE, BASE, CHOSEN)
+                here, here_bits = codes.index(stage), bits.index(stage)
+                ropes = rope_codes.index(stage if ROPES > 1 else 0)
+                s = _scores(V, P, ropes, ropes, qr, gl.full([T, R], 0.0, gl.float32, LAYOUT), True, ARCH, LAYOUT)
                 if _key_offset(V) != 0:
                     s = s - (_key_offset(V) * rope_sum)[None, :]
                 if V.scale != "none" or K.scale != "none":
@@ -569,6 +606,10 @@ def attend_latents_kernel(
                 m = top
                 weights = w.to(held)
                 p.store(weights)
+                if ROPES == 1:  # no warp reads this tile's: maxima were exchanged
+                    if token + T < high:
+                        _copy(V, P, v_head, V_STRIDES, ropes, ropes, table, next_entries, chosen, token + T, high, PAGE, BASE, CHOSEN)
+                    async_copy.commit_group()
                 fence_async_shared()
                 first, first_bits = _first_values(K, here, here_bits, LAYOUT)
                 if K.scale == "none":
@@ -597,7 +638,5 @@ def attend_latents_kernel(
                     if _sums_weights(K):
                         of_plane = of_plane + offset * plane_offset(K, i)
                     x = x + of_plane[None, :]
-                gl.store(out + i * KW + c * M + word, x, mask=live[None, :])
-    entry_of_split = (panel * splits + split) * R + gl.arange(0, R, OF_ROW)
-    gl.store(tops + entry_of_split * 2, m)
-    gl.store(tops + entry_of_split * 2 + 1, _of_all(l, OF_ROW))
+                _store(part, D, i * KW + c * M, x, live)
+        _store_tops(tops, m, l)
