@@ -135,7 +135,7 @@ def _transposed_words(
 
 
 @gluon.jit
-def _scores(X: gl.constexpr, D: gl.constexpr, codes, high, q, s, FIRST: gl.constexpr, ARCH: gl.constexpr, LAYOUT: gl.constexpr):
+def _scores(X: gl.constexpr, D: gl.constexpr, codes, high, q, zero, s, FIRST: gl.constexpr, ARCH: gl.constexpr, LAYOUT: gl.constexpr):
     """Adds the product of a tile of keys with queries to `s`, fp32 [T, R], which counts as 0 with FIRST, and returns it.
 
     codes, high   shared [T, words]          q   shared [pieces, R, words of a piece]: piece after piece of words, of each all planes"""
@@ -158,7 +158,7 @@ def _scores(X: gl.constexpr, D: gl.constexpr, codes, high, q, s, FIRST: gl.const
         for j in gl.static_range(EACH):
             planes = _keys(X, lows[j], highs[j], ARCH)
             for i in gl.static_range(PER):
-                of_piece = q.index((c * EACH + j) * PER + i).permute((1, 0))
+                of_piece = q.index(zero + ((c * EACH + j) * PER + i)).permute((1, 0))
                 s = warpgroup_mma(planes[i], of_piece, s, use_acc=not FIRST or c + j + i > 0, is_async=True)
             if c + j > 0:  # registers of operands are free once their product is done
                 warpgroup_mma_wait(PER, deps=in_flight)
@@ -384,8 +384,8 @@ def _exact_tiles(
         _load_exact(codes, latents, latent_stride, begin, slots, oldest_slot, count, RING)
         _load_exact(rope_codes, ropes, rope_stride, begin, slots, oldest_slot, count, RING)
         valid, column = exact_columns(begin + t, slots, start, oldest_slot, count, RING)
-        s = _scores(X, P, rope_codes, rope_codes, q_rope, gl.full([T, p.shape[1]], 0.0, gl.float32, LAYOUT), True, ARCH, LAYOUT)
-        s = _scores(X, D, codes, codes, q, s, False, ARCH, LAYOUT) * scaling
+        s = _scores(X, P, rope_codes, rope_codes, q_rope, begin >> 30, gl.full([T, p.shape[1]], 0.0, gl.float32, LAYOUT), True, ARCH, LAYOUT)
+        s = _scores(X, D, codes, codes, q, begin >> 30, s, False, ARCH, LAYOUT) * scaling
         if MASK:
             valid = valid & (gl.load(mask + column * mask_stride, mask=valid, other=0) != 0)
         s = gl.where(valid[:, None] & (column[:, None] <= newest[None, :]), s, float("-inf"))
@@ -518,9 +518,12 @@ def attend_latents_kernel(
             _load_queries(q, q_latent, q_row * D, 0)
             _load_queries(qr, q_rope, q_row * P, 0)
             fence_async_shared()
-            factor = gl.load(factors + q_row * 4) * unit_of(K)
-            q_sum = gl.load(factors + q_row * 4 + 2)
-            rope_sum = gl.load(factors + q_row * 4 + 3)
+            of_rows = gl.allocate_shared_memory(gl.float32, [4, R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+            factor, q_sum, rope_sum, maxima = of_rows.index(0), of_rows.index(1), of_rows.index(2), of_rows.index(3)
+            factor.store(gl.load(factors + q_row * 4) * unit_of(K))
+            q_sum.store(gl.load(factors + q_row * 4 + 2))
+            rope_sum.store(gl.load(factors + q_row * 4 + 3))
+            maxima.store(m)
             if MASK and not CHOSEN:
                 hides = _hides_any(mask, n_sinks + low, n_sinks + high, mask_t)
             k_head = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), K_STRIDES, b, h)
@@ -579,20 +582,21 @@ def attend_latents_kernel(
                 ahead_entries = entries if STAGES == 2 else _entries(table, ahead + T, high, T, PAGE, BASE, CHOSEN)
                 here, here_bits = codes.index(stage), bits.index(stage)
                 ropes = rope_codes.index(stage if ROPES > 1 else 0)
-                s = _scores(V, P, ropes, ropes, qr, gl.full([T, R], 0.0, gl.float32, LAYOUT), True, ARCH, LAYOUT)
+                s = _scores(V, P, ropes, ropes, qr, token >> 30, gl.full([T, R], 0.0, gl.float32, LAYOUT), True, ARCH, LAYOUT)
                 if _key_offset(V) != 0:
-                    s = s - (_key_offset(V) * rope_sum)[None, :]
+                    s = s - (_key_offset(V) * rope_sum.load(OF_ROW))[None, :]
                 if V.scale != "none" or K.scale != "none":
                     s = s * rope_scale[:, None]
-                s = _scores(K, D, here, here_bits, q, s, False, ARCH, LAYOUT)
+                s = _scores(K, D, here, here_bits, q, token >> 30, s, False, ARCH, LAYOUT)
                 if K.scale == "hidden":
-                    s = s - (zero[:, None] + _key_offset(K)) * q_sum[None, :]
+                    s = s - (zero[:, None] + _key_offset(K)) * q_sum.load(OF_ROW)[None, :]
                 elif _key_offset(K) != 0:
-                    s = s - (_key_offset(K) * q_sum)[None, :]
+                    s = s - (_key_offset(K) * q_sum.load(OF_ROW))[None, :]
                 s = s * scale[:, None]
                 if K.scale == "pair":
-                    s = s + zero[:, None] * q_sum[None, :]
-                s = s * factor[None, :]
+                    s = s + zero[:, None] * q_sum.load(OF_ROW)[None, :]
+                s = s * factor.load(OF_ROW)[None, :]
+                m = maxima.load(OF_ROW)
                 valid = token + t < high
                 if MASK and not CHOSEN:
                     if hides:
@@ -603,7 +607,7 @@ def attend_latents_kernel(
                 top = gl.maximum(m, gl.max(s, 0))
                 shrink = exp2(m - top, ARCH)
                 w = exp2(s - top[None, :], ARCH)
-                m = top
+                maxima.store(top)
                 weights = w.to(held)
                 p.store(weights)
                 if ROPES == 1:  # no warp reads this tile's: maxima were exchanged
@@ -627,7 +631,7 @@ def attend_latents_kernel(
                 scale, zero, rope_scale = next_scale, next_zero, next_rope
                 stage = (stage + 1) % STAGES
             async_copy.wait_group(0)
-            m += gl.load(factors + q_row * 4 + 1)
+            m = maxima.load(OF_ROW) + gl.load(factors + q_row * 4 + 1)
         constant = _of_all(y, OF_ROW)
         offset = _of_all(z, OF_ROW) * (offset_of(K) * unit_of(K))
         for c in gl.static_range(KW // M):
