@@ -136,10 +136,13 @@ def _transposed_words(
 
 @gluon.jit
 def _scores(X: gl.constexpr, D: gl.constexpr, codes, high, q, zero, s, FIRST: gl.constexpr, ARCH: gl.constexpr, LAYOUT: gl.constexpr):
-    """Adds the product of a tile of keys with queries to `s`, fp32 [T, R], which counts as 0 with FIRST, and returns it.
+    """Adds the product of a tile of keys with queries to `s`, fp32 [T, R], which counts as 0 with FIRST, and returns it. Keys are as from
+    `unpack` with FIRST, else as from `_keys`.
 
-    codes, high   shared [T, words]          q   shared [pieces, R, words of a piece]: piece after piece of words, of each all planes"""
+    codes, high   shared [T, words]          q   shared [pieces, R, words of a piece]: piece after piece of words, of each all planes
+    zero          0, unknown to the compiler, which would keep the addresses of all pieces in registers between tiles else"""
     # A load brings WIDE words of all tokens, which are unpacked in EACH pieces.
+    KIND: gl.constexpr = X.kind
     PER: gl.constexpr = X.per
     T: gl.constexpr = codes.shape[0]
     WORDS: gl.constexpr = D // PER
@@ -156,7 +159,7 @@ def _scores(X: gl.constexpr, D: gl.constexpr, codes, high, q, zero, s, FIRST: gl
         if c + 1 < COUNT:  # before the words here are unpacked, which would wait for them else
             low, h = _words(X, codes, high, 0, T, (c + 1) * WIDE, WIDE, LAYOUT)
         for j in gl.static_range(EACH):
-            planes = _keys(X, lows[j], highs[j], ARCH)
+            planes = unpack(KIND, lows[j], highs[j], lows[j], ARCH) if FIRST else _keys(X, lows[j], highs[j], ARCH)
             for i in gl.static_range(PER):
                 of_piece = q.index(zero + ((c * EACH + j) * PER + i)).permute((1, 0))
                 s = warpgroup_mma(planes[i], of_piece, s, use_acc=not FIRST or c + j + i > 0, is_async=True)
@@ -263,57 +266,60 @@ def _hides_any(mask, begin, end, mask_stride):
 
 
 @gluon.constexpr_function
-def _pieces(tokens: int, page: int, chosen: int) -> int:
-    """Pieces of a tile that are copied one by one: pages, if there are two."""
-    return 2 if tokens == 2 * page and not chosen else 1
+def _pages(tokens: int, page: int, chosen: int) -> int:
+    """Pages of a tile, whose entries are looked up once: 1 or 2; 0: tokens have entries of their own."""
+    return 0 if chosen else 1 if tokens <= page else 2 if tokens == 2 * page else 0
 
 
 @gluon.jit
 def _entries(table, begin, end, T: gl.constexpr, PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):
-    """The entries of the pages of the pieces of the tile from the token `begin` on, or of the last token before `end`, as a tuple; with
-    CHOSEN, tokens have entries of their own."""
-    found = ()
-    for i in gl.static_range(_pieces(T, PAGE, CHOSEN)):
-        if CHOSEN:
-            found = found + (begin.to(gl.int64),)
+    """The entries of the pages of the tile from the token `begin` on, or of the last token before `end`, as a tuple."""
+    PAGES: gl.constexpr = _pages(T, PAGE, CHOSEN)
+    if PAGES == 0:
+        return (begin.to(gl.int64),)
+    else:
+        first = entry_of(table, gl.minimum(begin, end - 1), True, PAGE, BASE)
+        if PAGES == 1:
+            return (first,)
         else:
-            found = found + (entry_of(table, gl.minimum(begin + i * PAGE, end - 1), True, PAGE, BASE),)
-    return found
+            return first, entry_of(table, gl.minimum(begin + PAGE, end - 1), True, PAGE, BASE)
+
+
+@gluon.jit
+def _entry(table, t, place, entries, T: gl.constexpr, PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):
+    """The entries of the pages of the tokens `place`, those at `t` of a tile, int [N] each."""
+    PAGES: gl.constexpr = _pages(T, PAGE, CHOSEN)
+    if PAGES == 0:
+        return entry_of(table, place, place >= 0, CHOSEN if CHOSEN else PAGE, BASE)
+    elif PAGES == 1:
+        return entries[0]
+    else:
+        return gl.where(t < PAGE, entries[0], entries[1])
 
 
 @gluon.jit
 def _copy(X: gl.constexpr, D: gl.constexpr, head, STRIDES: gl.constexpr, codes, high, table, entries, chosen, begin, end,
           PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):  # fmt: skip
-    """`_copy_piece` of each piece of a tile, of which `entries` are the pages."""
-    COUNT: gl.constexpr = _pieces(codes.shape[0], PAGE, CHOSEN)
-    N: gl.constexpr = codes.shape[0] // COUNT
-    for i in gl.static_range(COUNT):
-        _copy_piece(
-            X, D, head, STRIDES, codes.slice(i * N, N, 0), high.slice(i * N, N, 0), table, entries[i], chosen, begin + i * N, end, PAGE,
-            BASE, CHOSEN,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _copy_piece(X: gl.constexpr, D: gl.constexpr, head, STRIDES: gl.constexpr, codes, high, table, entry, chosen, begin, end,
-                PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):  # fmt: skip
-    """Copies codes and high bits of the tokens from `begin` to `end`, at most T, to `codes` and `high`, shared [T, words]; the last token
-    fills the places that are left. `head`: the head in the first page, from `head_of`; `entry`: the page of the tokens, from `_entries`."""
+    """Copies codes and high bits of the tokens from `begin` to `end`, one to T, to `codes` and `high`, shared [T, words]; the last token
+    fills the places that are left. `head`: the head in the first page, from `head_of`; `entries`: the pages, from `_entries`."""
     T: gl.constexpr = codes.shape[0]
     WORDS: gl.constexpr = D // X.per
     LAYOUT: gl.constexpr = _copied(WORDS, gl.num_warps())
+    PAGES: gl.constexpr = _pages(T, PAGE, CHOSEN)
     t = gl.arange(0, T, gl.SliceLayout(1, LAYOUT))
     w = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
     place = gl.minimum(begin + t, end - 1)
-    token = _token_of(chosen, place, CHOSEN)
-    WHOLE: gl.constexpr = T <= PAGE and not CHOSEN
-    if not WHOLE:
-        entry = entry_of(table, place, place >= 0, CHOSEN if CHOSEN else PAGE, BASE)
-    words, bits, _ = page_of(X, D, True, head, STRIDES, entry, 0)
-    at = gl.max_contiguous(gl.multiple_of((token % PAGE * WORDS)[:, None] + w[None, :], [1, 8]), [1, 8])
-    copy_to_shared(codes, (words if WHOLE else words[:, None]) + at)
+    if PAGES == 0:
+        slot = _token_of(chosen, place, CHOSEN) % PAGE
+    else:  # of `place`, at fewer instructions; where the second page has no token, the last one is in the first
+        last = end - 1 - begin
+        of_page = gl.where(t < PAGE, last, gl.where(last < PAGE, last, last - PAGE))
+        slot = begin % PAGE + gl.minimum(t % PAGE, of_page)
+    words, bits, _ = page_of(X, D, True, head, STRIDES, _entry(table, t, place, entries, T, PAGE, BASE, CHOSEN), 0)
+    at = gl.max_contiguous(gl.multiple_of((slot * WORDS)[:, None] + w[None, :], [1, 8]), [1, 8])
+    copy_to_shared(codes, (words if PAGES == 1 else words[:, None]) + at)
     if X.high > 1:
-        copy_to_shared(high, (bits if WHOLE else bits[:, None]) + at)
+        copy_to_shared(high, (bits if PAGES == 1 else bits[:, None]) + at)
 
 
 @gluon.jit
@@ -326,11 +332,7 @@ def _scales(X: gl.constexpr, D: gl.constexpr, ONCE: gl.constexpr, head, STRIDES:
         return gl.full([T], 1.0, gl.float32, LAYOUT), gl.full([T], 0.0, gl.float32, LAYOUT)
     else:
         token = _token_of(chosen, place, CHOSEN)
-        entry = entries[0]
-        if _pieces(T, PAGE, CHOSEN) == 2:
-            entry = gl.where(t < PAGE, entry, entries[1])
-        elif T > PAGE or CHOSEN:
-            entry = entry_of(table, place, place >= 0, CHOSEN if CHOSEN else PAGE, BASE)
+        entry = _entry(table, t, place, entries, T, PAGE, BASE, CHOSEN)
         _, _, scales = page_of(X, D, ONCE, head, STRIDES, entry, 0)
         return token_scale(X, ONCE, scales, token % PAGE)
 
@@ -441,6 +443,7 @@ def attend_latents_kernel(
     KW: gl.constexpr = D // PER
     VW: gl.constexpr = P // V.per
     SWIZZLE: gl.constexpr = min(128, 2 * R)
+    HAS_ZERO: gl.constexpr = K.scale == "hidden" or K.scale == "pair"
     ROPES: gl.constexpr = 1 if T > EXACT_TILE else STAGES
     each_query, split, splits = place_of_program(EXACT and not CHOSEN)
     block = gl.program_id(1)
@@ -518,11 +521,11 @@ def attend_latents_kernel(
             _load_queries(q, q_latent, q_row * D, 0)
             _load_queries(qr, q_rope, q_row * P, 0)
             fence_async_shared()
-            of_rows = gl.allocate_shared_memory(gl.float32, [4, R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-            factor, q_sum, rope_sum, maxima = of_rows.index(0), of_rows.index(1), of_rows.index(2), of_rows.index(3)
-            factor.store(gl.load(factors + q_row * 4) * unit_of(K))
-            q_sum.store(gl.load(factors + q_row * 4 + 2))
-            rope_sum.store(gl.load(factors + q_row * 4 + 3))
+            of_rows = gl.allocate_shared_memory(gl.float32, [3, R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+            factor, q_sum, maxima = of_rows.index(0), of_rows.index(1), of_rows.index(2)
+            each_factor = gl.load(factors + q_row * 4) * unit_of(K)
+            factor.store(each_factor)
+            q_sum.store(gl.load(factors + q_row * 4 + 2) * (each_factor * (1.0 if HAS_ZERO else _key_offset(K))))
             maxima.store(m)
             if MASK and not CHOSEN:
                 hides = _hides_any(mask, n_sinks + low, n_sinks + high, mask_t)
@@ -583,27 +586,23 @@ def attend_latents_kernel(
                 here, here_bits = codes.index(stage), bits.index(stage)
                 ropes = rope_codes.index(stage if ROPES > 1 else 0)
                 s = _scores(V, P, ropes, ropes, qr, token >> 30, gl.full([T, R], 0.0, gl.float32, LAYOUT), True, ARCH, LAYOUT)
-                if _key_offset(V) != 0:
-                    s = s - (_key_offset(V) * rope_sum.load(OF_ROW))[None, :]
                 if V.scale != "none" or K.scale != "none":
                     s = s * rope_scale[:, None]
                 s = _scores(K, D, here, here_bits, q, token >> 30, s, False, ARCH, LAYOUT)
-                if K.scale == "hidden":
-                    s = s - (zero[:, None] + _key_offset(K)) * q_sum.load(OF_ROW)[None, :]
-                elif _key_offset(K) != 0:
-                    s = s - (_key_offset(K) * q_sum.load(OF_ROW))[None, :]
-                s = s * scale[:, None]
-                if K.scale == "pair":
-                    s = s + zero[:, None] * q_sum.load(OF_ROW)[None, :]
-                s = s * factor.load(OF_ROW)[None, :]
-                m = maxima.load(OF_ROW)
                 valid = token + t < high
                 if MASK and not CHOSEN:
                     if hides:
                         valid = valid & (gl.load(mask + (n_sinks + token + t) * mask_t, mask=valid, other=0) != 0)
-                if K.scale != "none":
-                    s = s + weight[:, None]
-                s = gl.where(valid[:, None], s, float("-inf"))
+                weight = gl.where(valid, weight, float("-inf"))
+                s = s * factor.load(OF_ROW)[None, :]
+                if _key_offset(K) != 0 and not HAS_ZERO:
+                    s = s - q_sum.load(OF_ROW)[None, :]
+                s = s * scale[:, None] + weight[:, None]
+                if K.scale == "hidden":
+                    s = s - ((zero + _key_offset(K)) * scale)[:, None] * q_sum.load(OF_ROW)[None, :]
+                elif K.scale == "pair":
+                    s = s + (zero - _key_offset(K) * scale)[:, None] * q_sum.load(OF_ROW)[None, :]
+                m = maxima.load(OF_ROW)
                 top = gl.maximum(m, gl.max(s, 0))
                 shrink = exp2(m - top, ARCH)
                 w = exp2(s - top[None, :], ARCH)
