@@ -147,7 +147,7 @@ def _scores(X: gl.constexpr, D: gl.constexpr, codes, high, q, zero, s, FIRST: gl
     T: gl.constexpr = codes.shape[0]
     WORDS: gl.constexpr = D // PER
     PIECE: gl.constexpr = words_of_piece(X, D)
-    WIDE: gl.constexpr = min(SPAN, WORDS)
+    WIDE: gl.constexpr = min(max(SPAN * 64 // max(T, 64), PIECE), WORDS)
     COUNT: gl.constexpr = WORDS // WIDE
     EACH: gl.constexpr = WIDE // PIECE
     A: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
