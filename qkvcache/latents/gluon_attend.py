@@ -32,7 +32,7 @@ from ..kernels.attend.triton_attend import (
 from ..kernels.attend.triton_tiles import _token_of
 from ..kernels.device.math import MASKED_SCORE, exp2, inverse, log2
 from ..kernels.device.scales import token_scale
-from ..kernels.device.unpack import offset_of, plane_offset, unit_of, unpack
+from ..kernels.device.unpack import HALF_PLANES, offset_of, plane_offset, unit_of, unpack
 from .triton_attend import words_of_piece
 
 EXACT_LAYOUT = gl.constexpr(PackedLayout("half"))
@@ -68,6 +68,29 @@ def _keys(X: gl.constexpr, low, high, ARCH: gl.constexpr):
         return tl.inline_asm_elementwise(_RAISED, "=&r,=&r,r", [low], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
     else:
         return unpack(KIND, low, high, low, ARCH)
+
+
+@gluon.constexpr_function
+def _halves(layout, dim: int, products) -> int:
+    """2: a word has eight channels, and a plane half of the rows of a product, which has two planes then; else 1."""
+    return 2 if layout.per == 8 and 16 * products.warps_per_cta[0] > dim // 8 else 1
+
+
+@gluon.constexpr_function
+def _half_planes_text(layout) -> str:
+    return HALF_PLANES[layout.kind]
+
+
+@gluon.jit
+def _half_planes(X: gl.constexpr, low, high, odd):
+    """The planes of even channels, as `unpack` returns them, or of odd ones, with the offsets of the even ones. `odd`: int16, 0 or 1."""
+    KIND: gl.constexpr = X.kind
+    TEXT: gl.constexpr = _half_planes_text(X)
+    shift = odd * 2 if KIND == "int2" else 2 - odd * 2
+    return tl.inline_asm_elementwise(
+        TEXT, "=&r,=&r,=&r,=&r,r,r,r", [low, high, shift.to(gl.int16)], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @gluon.constexpr_function
@@ -150,6 +173,7 @@ def _scores(X: gl.constexpr, D: gl.constexpr, codes, high, q, zero, s, FIRST: gl
     WIDE: gl.constexpr = min(max(SPAN * 64 // max(T, 64), PIECE), WORDS)
     COUNT: gl.constexpr = WORDS // WIDE
     EACH: gl.constexpr = WIDE // PIECE
+    HALVES: gl.constexpr = _halves(X, D, LAYOUT)
     A: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     in_flight = ()
     low, h = _words(X, codes, high, 0, T, 0, WIDE, LAYOUT)
@@ -159,21 +183,33 @@ def _scores(X: gl.constexpr, D: gl.constexpr, codes, high, q, zero, s, FIRST: gl
         if c + 1 < COUNT:  # before the words here are unpacked, which would wait for them else
             low, h = _words(X, codes, high, 0, T, (c + 1) * WIDE, WIDE, LAYOUT)
         for j in gl.static_range(EACH):
-            planes = unpack(KIND, lows[j], highs[j], lows[j], ARCH) if FIRST else _keys(X, lows[j], highs[j], ARCH)
-            for i in gl.static_range(PER):
-                of_piece = q.index(zero + ((c * EACH + j) * PER + i)).permute((1, 0))
-                s = warpgroup_mma(planes[i], of_piece, s, use_acc=not FIRST or c + j + i > 0, is_async=True)
-            if c + j > 0:  # registers of operands are free once their product is done
-                warpgroup_mma_wait(PER, deps=in_flight)
-            in_flight = planes
+            if HALVES == 2:  # half of the registers
+                for odd in gl.static_range(2):
+                    planes = _half_planes(X, lows[j], highs[j], gl.full(lows[j].shape, odd, gl.int16, A))
+                    for i in gl.static_range(PER // 2):
+                        of_piece = q.index(zero + ((c * EACH + j) * PER + 2 * i + odd)).permute((1, 0))
+                        s = warpgroup_mma(planes[i], of_piece, s, use_acc=not FIRST or c + j + i + odd > 0, is_async=True)
+                    if c + j + odd > 0:
+                        warpgroup_mma_wait(PER // 2, deps=in_flight)
+                    in_flight = planes
+            else:
+                planes = unpack(KIND, lows[j], highs[j], lows[j], ARCH) if FIRST else _keys(X, lows[j], highs[j], ARCH)
+                for i in gl.static_range(PER):
+                    of_piece = q.index(zero + ((c * EACH + j) * PER + i)).permute((1, 0))
+                    s = warpgroup_mma(planes[i], of_piece, s, use_acc=not FIRST or c + j + i > 0, is_async=True)
+                if c + j > 0:  # registers of operands are free once their product is done
+                    warpgroup_mma_wait(PER, deps=in_flight)
+                in_flight = planes
     return warpgroup_mma_wait(0, deps=(s,))
 
 
 @gluon.jit
 def _weighed(X: gl.constexpr, D: gl.constexpr, codes, high, low, h, p, acc, ARCH: gl.constexpr, LAYOUT: gl.constexpr):
     """Adds the product of a tile of values with weights `p`, shared [T, R], to `acc`: a tuple of fp32 [M, R], the planes of M words after
-    the planes of the M words before. Returns it, complete. `low`, `h`: from `_first_values`."""
-    PER: gl.constexpr = X.per
+    the planes of the M words before, or pairs of planes where there are half as many words. Returns it, complete. `low`, `h`: from
+    `_first_values`."""
+    HALVES: gl.constexpr = _halves(X, D, LAYOUT)
+    PER: gl.constexpr = X.per // HALVES
     KIND: gl.constexpr = X.kind
     T: gl.constexpr = codes.shape[0]
     M: gl.constexpr = 16 * LAYOUT.warps_per_cta[0]
@@ -188,7 +224,11 @@ def _weighed(X: gl.constexpr, D: gl.constexpr, codes, high, low, h, p, acc, ARCH
                 low, h = _transposed_words(X, codes, high, t * TOKENS, TOKENS, (c + 1) * M, M, LAYOUT)
             elif (t + 1) * TOKENS < T:
                 low, h = _transposed_words(X, codes, high, (t + 1) * TOKENS, TOKENS, 0, M, LAYOUT)
-            planes = unpack(KIND, here, here_h, here, ARCH)
+            if HALVES == 2:
+                odd = gl.arange(0, M, gl.SliceLayout(1, here.type.layout))[:, None] // (M // 2)
+                planes = _half_planes(X, here, here_h, odd.broadcast_to(here.shape))
+            else:
+                planes = unpack(KIND, here, here_h, here, ARCH)
             for i in gl.static_range(PER):
                 new = new + (warpgroup_mma(planes[i], p.slice(t * TOKENS, TOKENS, 0), acc[c * PER + i], is_async=True),)
             if t + c > 0:
@@ -300,14 +340,14 @@ def _entry(table, t, place, entries, T: gl.constexpr, PAGE: gl.constexpr, BASE: 
 @gluon.jit
 def _copy(X: gl.constexpr, D: gl.constexpr, head, STRIDES: gl.constexpr, codes, high, table, entries, chosen, begin, end,
           PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):  # fmt: skip
-    """Copies codes and high bits of the tokens from `begin` to `end`, one to T, to `codes` and `high`, shared [T, words]; the last token
-    fills the places that are left. `head`: the head in the first page, from `head_of`; `entries`: the pages, from `_entries`."""
+    """Copies codes and high bits of the tokens from `begin` to `end`, one to T, to `codes` and `high`, shared [T, words], or twice, if these
+    have twice as many; the last token fills the places that are left. `head`: the head in the first page, from `head_of`; `entries`: the pages, from `_entries`."""
     T: gl.constexpr = codes.shape[0]
     WORDS: gl.constexpr = D // X.per
-    LAYOUT: gl.constexpr = _copied(WORDS, gl.num_warps())
+    LAYOUT: gl.constexpr = _copied(codes.shape[1], gl.num_warps())
     PAGES: gl.constexpr = _pages(T, PAGE, CHOSEN)
     t = gl.arange(0, T, gl.SliceLayout(1, LAYOUT))
-    w = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
+    w = gl.arange(0, codes.shape[1], gl.SliceLayout(0, LAYOUT)) % WORDS
     place = gl.minimum(begin + t, end - 1)
     if PAGES == 0:
         slot = _token_of(chosen, place, CHOSEN) % PAGE
@@ -443,6 +483,7 @@ def attend_latents_kernel(
     KW: gl.constexpr = D // PER
     VW: gl.constexpr = P // V.per
     SWIZZLE: gl.constexpr = min(128, 2 * R)
+    HALVES: gl.constexpr = _halves(K, D, LAYOUT)
     HAS_ZERO: gl.constexpr = K.scale == "hidden" or K.scale == "pair"
     ROPES: gl.constexpr = 1 if T > EXACT_TILE else STAGES
     each_query, split, splits = place_of_program(EXACT and not CHOSEN)
@@ -531,10 +572,10 @@ def attend_latents_kernel(
                 hides = _hides_any(mask, n_sinks + low, n_sinks + high, mask_t)
             k_head = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), K_STRIDES, b, h)
             v_head = head_of(V, V_ONCE, (v_planes[0], v_planes[1], v_planes[2]), V_STRIDES, b, h)
-            codes = gl.allocate_shared_memory(k_planes[0].dtype.element_ty, [STAGES, T, KW], _in_shared(KW))
+            codes = gl.allocate_shared_memory(k_planes[0].dtype.element_ty, [STAGES, T, HALVES * KW], _in_shared(HALVES * KW))
             bits = codes
             if K.high > 1:
-                bits = gl.allocate_shared_memory(gl.int16, [STAGES, T, KW], _in_shared(KW))
+                bits = gl.allocate_shared_memory(gl.int16, [STAGES, T, HALVES * KW], _in_shared(HALVES * KW))
             rope_codes = gl.allocate_shared_memory(v_planes[0].dtype.element_ty, [ROPES, T, VW], _in_shared(VW))
             p = gl.allocate_shared_memory(held, [T, R], gl.NVMMASharedLayout(SWIZZLE, 16))
             t = gl.arange(0, T, OF_TOKEN)
@@ -633,13 +674,13 @@ def attend_latents_kernel(
             m = maxima.load(OF_ROW) + gl.load(factors + q_row * 4 + 1)
         constant = _of_all(y, OF_ROW)
         offset = _of_all(z, OF_ROW) * (offset_of(K) * unit_of(K))
-        for c in gl.static_range(KW // M):
-            for i in gl.static_range(PER):
+        for c in gl.static_range(HALVES * KW // M):
+            for i in gl.static_range(PER // HALVES):
                 x = acc[c * PER + i] * unit_of(K)
                 if K.scale != "none":
                     of_plane = constant
                     if _sums_weights(K):
-                        of_plane = of_plane + offset * plane_offset(K, i)
+                        of_plane = of_plane + offset * plane_offset(K, HALVES * i)
                     x = x + of_plane[None, :]
-                _store(part, D, i * KW + c * M, x, live)
+                _store(part, D, HALVES * i * KW + c * M, x, live)
         _store_tops(tops, m, l)

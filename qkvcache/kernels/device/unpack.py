@@ -247,6 +247,20 @@ _ASM["lut4"] = (
     + _paired("e", ("$0", "$2", "$4", "$6"), _LUT4_EXCHANGED) + _paired("o", ("$1", "$3", "$5", "$7"), _LUT4) + "}"
 )  # fmt: skip
 
+HALF_PLANES = {
+    "lut4": "{ .reg .b32 s, l, e, x, h, n; and.b32 s, $6, 31; shr.u32 l, $4, s; shl.b32 h, $5, s;"
+    " lop3.b32 e, h, 0xcccccccc, l, 0xe2;" + _paired("e", ("$0", "$1", "$2", "$3"), _LUT4) + "}",
+    "int2": "{ .reg .b32 s, x, l, r; and.b32 s, $6, 31; shr.u32 x, $4, s; shl.b32 l, x, 6; shr.u32 r, x, 6;"
+    + "".join(
+        f" lop3.b32 ${i}, {x}, {0x30003 << p:#x}, {(25 - p << 10) * 0x10001:#x}, 0xea;"
+        for i, (x, p) in enumerate(zip(("l", "x", "x", "r"), _PLACES2.value[::2], strict=True))
+    )
+    + " }",
+}  # fmt: skip
+"""Functions that unpack four of the eight planes of two words, by kind: of even channels, or of odd ones. The words ($4), their high bits
+($5) and a shift ($6) come after the planes: 2 for even channels of lut4 and odd ones of int2, 0 for the others. The planes of int2 have the
+places of even ones."""
+
 _ASSEMBLY = tl.constexpr(_ASM)
 
 
