@@ -81,9 +81,35 @@ def _half_planes_text(layout) -> str:
     return HALF_PLANES[layout.kind]
 
 
+@gluon.constexpr_function
+def _in_halves(tokens: int):
+    """The layout of a left operand of eight warps, [2, 64, tokens], of which four have a half each."""
+    wide = [[0, 0, 16 << i] for i in range((tokens // 16).bit_length() - 1)]
+    lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    warps = [[0, 16, 0], [0, 32, 0], [1, 0, 0]]
+    return gl.DistributedLinearLayout([[0, 0, 1], [0, 8, 0], [0, 0, 8], *wide], lanes, warps, [], [2, 64, tokens])
+
+
+@gluon.jit
+def _pairs_of_planes(X: gl.constexpr, low, high):
+    """Pairs of planes of words, [64, tokens], that all warps have: [128, tokens], of which four warps unpack the plane of an even channel
+    and the other four that of the odd one after it."""
+    TOKENS: gl.constexpr = low.shape[1]
+    A: gl.constexpr = low.type.layout
+    HALVES: gl.constexpr = _in_halves(TOKENS)
+    odd = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, HALVES)))[:, None, None].broadcast_to([2, 64, TOKENS])
+    low = gl.convert_layout(low, gl.SliceLayout(0, HALVES))[None, :, :].broadcast_to([2, 64, TOKENS])
+    high = gl.convert_layout(high, gl.SliceLayout(0, HALVES))[None, :, :].broadcast_to([2, 64, TOKENS])
+    planes = _half_planes(X, low, high, odd)
+    pairs = ()
+    for i in gl.static_range(4):
+        pairs = pairs + (gl.convert_layout(gl.reshape(planes[i], [128, TOKENS]), A),)
+    return pairs
+
+
 @gluon.jit
 def _half_planes(X: gl.constexpr, low, high, odd):
-    """The planes of even channels, as `unpack` returns them, or of odd ones, with the offsets of the even ones. `odd`: int16, 0 or 1."""
+    """The planes of even channels, as `unpack` returns them, or of odd ones, with the offsets of the even ones. `odd`: int, 0 or 1."""
     KIND: gl.constexpr = X.kind
     TEXT: gl.constexpr = _half_planes_text(X)
     shift = odd * 2 if KIND == "int2" else 2 - odd * 2
@@ -212,8 +238,8 @@ def _weighed(X: gl.constexpr, D: gl.constexpr, codes, high, low, h, p, acc, ARCH
     PER: gl.constexpr = X.per // HALVES
     KIND: gl.constexpr = X.kind
     T: gl.constexpr = codes.shape[0]
-    M: gl.constexpr = 16 * LAYOUT.warps_per_cta[0]
-    COUNT: gl.constexpr = D // PER // M
+    M: gl.constexpr = 16 * LAYOUT.warps_per_cta[0] // HALVES
+    COUNT: gl.constexpr = D // X.per // M
     TOKENS: gl.constexpr = tokens_of_piece(X, T)
     in_flight = ()
     for t in gl.static_range(T // TOKENS):
@@ -225,8 +251,7 @@ def _weighed(X: gl.constexpr, D: gl.constexpr, codes, high, low, h, p, acc, ARCH
             elif (t + 1) * TOKENS < T:
                 low, h = _transposed_words(X, codes, high, (t + 1) * TOKENS, TOKENS, 0, M, LAYOUT)
             if HALVES == 2:
-                odd = gl.arange(0, M, gl.SliceLayout(1, here.type.layout))[:, None] // (M // 2)
-                planes = _half_planes(X, here, here_h, odd.broadcast_to(here.shape))
+                planes = _pairs_of_planes(X, here, here_h)
             else:
                 planes = unpack(KIND, here, here_h, here, ARCH)
             for i in gl.static_range(PER):
@@ -239,9 +264,9 @@ def _weighed(X: gl.constexpr, D: gl.constexpr, codes, high, low, h, p, acc, ARCH
 
 
 @gluon.jit
-def _first_values(X: gl.constexpr, codes, high, LAYOUT: gl.constexpr):
+def _first_values(X: gl.constexpr, D: gl.constexpr, codes, high, LAYOUT: gl.constexpr):
     """Return the words that `_weighed` unpacks first."""
-    return _transposed_words(X, codes, high, 0, tokens_of_piece(X, codes.shape[0]), 0, 16 * LAYOUT.warps_per_cta[0], LAYOUT)
+    return _transposed_words(X, codes, high, 0, tokens_of_piece(X, codes.shape[0]), 0, 16 * LAYOUT.warps_per_cta[0] // _halves(X, D, LAYOUT), LAYOUT)
 
 
 @gluon.jit
@@ -340,14 +365,14 @@ def _entry(table, t, place, entries, T: gl.constexpr, PAGE: gl.constexpr, BASE: 
 @gluon.jit
 def _copy(X: gl.constexpr, D: gl.constexpr, head, STRIDES: gl.constexpr, codes, high, table, entries, chosen, begin, end,
           PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):  # fmt: skip
-    """Copies codes and high bits of the tokens from `begin` to `end`, one to T, to `codes` and `high`, shared [T, words], or twice, if these
-    have twice as many; the last token fills the places that are left. `head`: the head in the first page, from `head_of`; `entries`: the pages, from `_entries`."""
+    """Copies codes and high bits of the tokens from `begin` to `end`, one to T, to `codes` and `high`, shared [T, words]; the last token
+    fills the places that are left. `head`: the head in the first page, from `head_of`; `entries`: the pages, from `_entries`."""
     T: gl.constexpr = codes.shape[0]
     WORDS: gl.constexpr = D // X.per
-    LAYOUT: gl.constexpr = _copied(codes.shape[1], gl.num_warps())
+    LAYOUT: gl.constexpr = _copied(WORDS, gl.num_warps())
     PAGES: gl.constexpr = _pages(T, PAGE, CHOSEN)
     t = gl.arange(0, T, gl.SliceLayout(1, LAYOUT))
-    w = gl.arange(0, codes.shape[1], gl.SliceLayout(0, LAYOUT)) % WORDS
+    w = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
     place = gl.minimum(begin + t, end - 1)
     if PAGES == 0:
         slot = _token_of(chosen, place, CHOSEN) % PAGE
@@ -438,7 +463,7 @@ def _exact_tiles(
         l = _shrunk(l, shrink) + _of_thread(w)
         p.store(w.to(p.dtype))
         fence_async_shared()
-        low, h = _first_values(X, codes, codes, LAYOUT)
+        low, h = _first_values(X, D, codes, codes, LAYOUT)
         acc = _weighed(X, D, codes, codes, low, h, p, _rescaled(acc, shrink), ARCH, LAYOUT)
     return m, l, acc
 
@@ -572,10 +597,10 @@ def attend_latents_kernel(
                 hides = _hides_any(mask, n_sinks + low, n_sinks + high, mask_t)
             k_head = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), K_STRIDES, b, h)
             v_head = head_of(V, V_ONCE, (v_planes[0], v_planes[1], v_planes[2]), V_STRIDES, b, h)
-            codes = gl.allocate_shared_memory(k_planes[0].dtype.element_ty, [STAGES, T, HALVES * KW], _in_shared(HALVES * KW))
+            codes = gl.allocate_shared_memory(k_planes[0].dtype.element_ty, [STAGES, T, KW], _in_shared(KW))
             bits = codes
             if K.high > 1:
-                bits = gl.allocate_shared_memory(gl.int16, [STAGES, T, HALVES * KW], _in_shared(HALVES * KW))
+                bits = gl.allocate_shared_memory(gl.int16, [STAGES, T, KW], _in_shared(KW))
             rope_codes = gl.allocate_shared_memory(v_planes[0].dtype.element_ty, [ROPES, T, VW], _in_shared(VW))
             p = gl.allocate_shared_memory(held, [T, R], gl.NVMMASharedLayout(SWIZZLE, 16))
             t = gl.arange(0, T, OF_TOKEN)
@@ -655,7 +680,7 @@ def attend_latents_kernel(
                         _copy(V, P, v_head, V_STRIDES, ropes, ropes, table, next_entries, chosen, token + T, high, PAGE, BASE, CHOSEN)
                     async_copy.commit_group()
                 fence_async_shared()
-                first, first_bits = _first_values(K, here, here_bits, LAYOUT)
+                first, first_bits = _first_values(K, D, here, here_bits, LAYOUT)
                 if K.scale == "none":
                     l = _shrunk(l, shrink) + _of_thread(w)
                 else:
