@@ -646,9 +646,9 @@ def attend_latents_kernel(
                 next_rope, _ = _scales(
                     V, P, V_ONCE, v_head, V_STRIDES, table, entries, chosen, following, high, T, PAGE, BASE, CHOSEN, OF_TOKEN
                 )
-                next_entries = entries
-                entries = _entries(table, token + 2 * T, high, T, PAGE, BASE, CHOSEN)
-                ahead_entries = entries if STAGES == 2 else _entries(table, ahead + T, high, T, PAGE, BASE, CHOSEN)
+                if ROPES > 1:
+                    entries = _entries(table, token + 2 * T, high, T, PAGE, BASE, CHOSEN)
+                    ahead_entries = entries if STAGES == 2 else _entries(table, ahead + T, high, T, PAGE, BASE, CHOSEN)
                 here, here_bits = codes.index(stage), bits.index(stage)
                 ropes = rope_codes.index(stage if ROPES > 1 else 0)
                 s = _scores(V, P, ropes, ropes, qr, token >> 30, gl.full([T, R], 0.0, gl.float32, LAYOUT), True, ARCH, LAYOUT)
@@ -677,8 +677,10 @@ def attend_latents_kernel(
                 p.store(weights)
                 if ROPES == 1:  # no warp reads this tile's: maxima were exchanged
                     if token + T < high:
-                        _copy(V, P, v_head, V_STRIDES, ropes, ropes, table, next_entries, chosen, token + T, high, PAGE, BASE, CHOSEN)
+                        _copy(V, P, v_head, V_STRIDES, ropes, ropes, table, entries, chosen, token + T, high, PAGE, BASE, CHOSEN)
                     async_copy.commit_group()
+                    entries = _entries(table, token + 2 * T, high, T, PAGE, BASE, CHOSEN)
+                    ahead_entries = entries
                 fence_async_shared()
                 first, first_bits = _first_values(K, D, here, here_bits, LAYOUT)
                 if K.scale == "none":
