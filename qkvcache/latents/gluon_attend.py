@@ -77,8 +77,8 @@ def _halves(layout, dim: int, products) -> int:
 
 
 @gluon.constexpr_function
-def _half_planes_text(layout) -> str:
-    return HALF_PLANES[layout.kind]
+def _text_of_half(kind: str, own: bool) -> str:
+    return HALF_PLANES["int2 odd" if own and kind == "int2" else kind]
 
 
 @gluon.constexpr_function
@@ -100,7 +100,7 @@ def _pairs_of_planes(X: gl.constexpr, low, high):
     odd = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, HALVES)))[:, None, None].broadcast_to([2, 64, TOKENS])
     low = gl.convert_layout(low, gl.SliceLayout(0, HALVES))[None, :, :].broadcast_to([2, 64, TOKENS])
     high = gl.convert_layout(high, gl.SliceLayout(0, HALVES))[None, :, :].broadcast_to([2, 64, TOKENS])
-    planes = _half_planes(X, low, high, odd)
+    planes = _half_planes(X, low, high, odd, False)
     pairs = ()
     for i in gl.static_range(4):
         pairs = pairs + (gl.convert_layout(gl.reshape(planes[i], [128, TOKENS]), A),)
@@ -108,10 +108,11 @@ def _pairs_of_planes(X: gl.constexpr, low, high):
 
 
 @gluon.jit
-def _half_planes(X: gl.constexpr, low, high, odd):
-    """The planes of even channels, as `unpack` returns them, or of odd ones, with the offsets of the even ones. `odd`: int, 0 or 1."""
+def _half_planes(X: gl.constexpr, low, high, odd, OWN: gl.constexpr):
+    """The planes of even channels, as `unpack` returns them, or of odd ones, which have the offsets of the even ones; with OWN, which says
+    that all are odd, their own. `odd`: int, 0 or 1."""
     KIND: gl.constexpr = X.kind
-    TEXT: gl.constexpr = _half_planes_text(X)
+    TEXT: gl.constexpr = _text_of_half(KIND, OWN)
     shift = odd * 2 if KIND == "int2" else 2 - odd * 2
     return tl.inline_asm_elementwise(
         TEXT, "=&r,=&r,=&r,=&r,r,r,r", [low, high, shift.to(gl.int16)], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
@@ -211,7 +212,7 @@ def _scores(X: gl.constexpr, D: gl.constexpr, codes, high, q, zero, s, FIRST: gl
         for j in gl.static_range(EACH):
             if HALVES == 2:  # half of the registers
                 for odd in gl.static_range(2):
-                    planes = _half_planes(X, lows[j], highs[j], gl.full(lows[j].shape, odd, gl.int16, A))
+                    planes = _half_planes(X, lows[j], highs[j], gl.full(lows[j].shape, odd, gl.int16, A), odd == 1)
                     for i in gl.static_range(PER // 2):
                         of_piece = q.index(zero + ((c * EACH + j) * PER + 2 * i + odd)).permute((1, 0))
                         s = warpgroup_mma(planes[i], of_piece, s, use_acc=not FIRST or c + j + i + odd > 0, is_async=True)
