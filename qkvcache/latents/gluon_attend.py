@@ -207,12 +207,14 @@ def _scores(X: gl.constexpr, D: gl.constexpr, codes, high, q, zero, s, FIRST: gl
     for c in gl.static_range(COUNT):
         lows = _divided(low, EACH, A)
         highs = _divided(h, EACH, A)
-        if c + 1 < COUNT:  # before the words here are unpacked, which would wait for them else
+        if HALVES == 1 and c + 1 < COUNT:  # before the words here are unpacked, which would wait for them else
             low, h = _words(X, codes, high, 0, T, (c + 1) * WIDE, WIDE, LAYOUT)
         for j in gl.static_range(EACH):
             if HALVES == 2:  # half of the registers
                 for odd in gl.static_range(2):
                     planes = _half_planes(X, lows[j], highs[j], gl.full(lows[j].shape, odd, gl.int16, A), odd == 1)
+                    if odd == 1 and j + 1 == EACH and c + 1 < COUNT:  # registers of the words here are free
+                        low, h = _words(X, codes, high, 0, T, (c + 1) * WIDE, WIDE, LAYOUT)
                     for i in gl.static_range(PER // 2):
                         of_piece = q.index(zero + ((c * EACH + j) * PER + 2 * i + odd)).permute((1, 0))
                         s = warpgroup_mma(planes[i], of_piece, s, use_acc=not FIRST or c + j + i + odd > 0, is_async=True)
