@@ -2,9 +2,12 @@
 
 Tokens are the rows of the first product (scores^T = K q^T) and channels the rows of the second (output^T = V^T p^T). A program copies the
 codes of a tile to shared memory once. Both products read them from there into the registers of their left operand, the second one
-transposed, which ldmatrix does at no cost, and unpack them there: dequantized latents are never stored. Each group of four warps has all
-tokens and channels for query rows of its own. Scales of tokens multiply scores, and join the exponent of weights, as in
-`kernels/attend/triton_attend.py`.
+transposed, which ldmatrix does at no cost, and unpack them there: dequantized latents are never stored. In a tile of 128 tokens, each group
+of four warps has tokens of its own in the first product and channels of its own in the second one, for all query rows, so that each code is
+unpacked once for each product. In smaller tiles it has all tokens and channels for query rows of its own. Scales of tokens multiply scores,
+and join the exponent of weights, as in `kernels/attend/triton_attend.py`.
+
+Outputs of 128 tokens a tile leave few registers: vectors of query rows are in shared memory while nothing needs them.
 
 Shapes of tiles: T tokens, R query rows, D channels of a latent, P of a rotated key. X, K and V are the `PackedLayout` of codecs."""
 
@@ -269,7 +272,9 @@ def _weighed(X: gl.constexpr, D: gl.constexpr, codes, high, low, h, p, acc, ARCH
 @gluon.jit
 def _first_values(X: gl.constexpr, D: gl.constexpr, codes, high, LAYOUT: gl.constexpr):
     """Return the words that `_weighed` unpacks first."""
-    return _transposed_words(X, codes, high, 0, tokens_of_piece(X, codes.shape[0]), 0, 16 * LAYOUT.warps_per_cta[0] // _halves(X, D, LAYOUT), LAYOUT)
+    return _transposed_words(
+        X, codes, high, 0, tokens_of_piece(X, codes.shape[0]), 0, 16 * LAYOUT.warps_per_cta[0] // _halves(X, D, LAYOUT), LAYOUT
+    )
 
 
 @gluon.jit
@@ -454,7 +459,9 @@ def _exact_tiles(
         _load_exact(codes, latents, latent_stride, begin, slots, oldest_slot, count, RING)
         _load_exact(rope_codes, ropes, rope_stride, begin, slots, oldest_slot, count, RING)
         valid, column = exact_columns(begin + t, slots, start, oldest_slot, count, RING)
-        s = _scores(X, P, rope_codes, rope_codes, q_rope, begin >> 30, gl.full([T, p.shape[1]], 0.0, gl.float32, LAYOUT), True, ARCH, LAYOUT)
+        s = _scores(
+            X, P, rope_codes, rope_codes, q_rope, begin >> 30, gl.full([T, p.shape[1]], 0.0, gl.float32, LAYOUT), True, ARCH, LAYOUT
+        )
         s = _scores(X, D, codes, codes, q, begin >> 30, s, False, ARCH, LAYOUT) * scaling
         if MASK:
             valid = valid & (gl.load(mask + column * mask_stride, mask=valid, other=0) != 0)
@@ -487,7 +494,7 @@ def attend_latents_kernel(
 
     q_latent, q_rope   channels in the order of `_scores`: piece after piece of words, of each plane after plane
     factors        fp32 [B, G * queries, 4]: of the scores, to base 2, the product with the mean of latents, and the sums of `q_latent` and
-                   of `q_rope`
+                   of `q_rope`, which nothing reads here
     STAGES         tiles of codes in shared memory
     """
     gl.static_assert(STAGES > 1)
@@ -560,8 +567,8 @@ def attend_latents_kernel(
         weights = gl.allocate_shared_memory(own, [XT, R], gl.NVMMASharedLayout(SWIZZLE, 16))
         newest = n_sinks + length + in_ring - (queries - x_row % queries if CAUSAL else gl.full([R], 1, gl.int32, OF_X_ROW))
         state = _exact_tiles(
-            D, P, MASK, ARCH, False, X_LAYOUT, _nothing(D, XT, R, X_LAYOUT), x_latent, x_rope, latents, ropes, weights, scaling, exact[0] + b * exact[4],
-            exact[6], exact[1] + b * exact[7], exact[9], n_sinks, 0, newest, mask, mask_t, 0, 0,
+            D, P, MASK, ARCH, False, X_LAYOUT, _nothing(D, XT, R, X_LAYOUT), x_latent, x_rope, latents, ropes, weights, scaling,
+            exact[0] + b * exact[4], exact[6], exact[1] + b * exact[7], exact[9], n_sinks, 0, newest, mask, mask_t, 0, 0,
         )  # fmt: skip
         x_m, x_l, x_acc = _exact_tiles(
             D, P, MASK, ARCH, COUNTED, X_LAYOUT, state, x_latent, x_rope, latents, ropes, weights, scaling, exact[2] + b * exact[10],
@@ -612,7 +619,8 @@ def attend_latents_kernel(
                 if low + i * T < high:
                     entries = _entries(table, low + i * T, high, T, PAGE, BASE, CHOSEN)
                     _copy(
-                        K, D, k_head, K_STRIDES, codes.index(i), bits.index(i), table, entries, chosen, low + i * T, high, PAGE, BASE, CHOSEN
+                        K, D, k_head, K_STRIDES, codes.index(i), bits.index(i), table, entries, chosen, low + i * T, high, PAGE, BASE,
+                        CHOSEN,
                     )  # fmt: skip
                     ropes = rope_codes.index(i)
                     _copy(V, P, v_head, V_STRIDES, ropes, ropes, table, entries, chosen, low + i * T, high, PAGE, BASE, CHOSEN)
@@ -671,6 +679,8 @@ def attend_latents_kernel(
                     s = s - ((zero + _key_offset(K)) * scale)[:, None] * q_sum.load(OF_ROW)[None, :]
                 elif K.scale == "pair":
                     s = s + (zero - _key_offset(K) * scale)[:, None] * q_sum.load(OF_ROW)[None, :]
+                if MASK and not CHOSEN:  # what is hidden need not be finite
+                    s = gl.where(valid[:, None], s, float("-inf"))
                 m = maxima.load(OF_ROW)
                 top = gl.maximum(m, gl.max(s, 0))
                 shrink = exp2(m - top, ARCH)

@@ -224,9 +224,7 @@ def _read2(words: str, places: tuple[int, ...]) -> str:
     )
 
 
-_ASM["int2"] = (
-    "{ .reg .b32 x, l, r; mov.b32 x, $8; shl.b32 l, x, 6; shr.u32 r, x, 6;" + _read2("llxxxrrr", _PLACES2.value) + " }"
-)
+_ASM["int2"] = "{ .reg .b32 x, l, r; mov.b32 x, $8; shl.b32 l, x, 6; shr.u32 r, x, 6;" + _read2("llxxxrrr", _PLACES2.value) + " }"
 
 
 def _bytes_of(table: tuple[int, ...], to: str, nibbles: str) -> str:
