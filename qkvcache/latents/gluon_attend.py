@@ -650,14 +650,14 @@ def attend_latents_kernel(
                 unscale = inverse(scale, ARCH)
                 weight = log2(scale, ARCH)
                 rope_scale = rope_scale * (unit_of(V) / unit_of(K)) * unscale
-                following = gl.minimum(token + T, high - 1)
-                next_scale, next_zero = _scales(
-                    K, D, K_ONCE, k_head, K_STRIDES, table, entries, chosen, following, high, T, PAGE, BASE, CHOSEN, OF_TOKEN
-                )
-                next_rope, _ = _scales(
-                    V, P, V_ONCE, v_head, V_STRIDES, table, entries, chosen, following, high, T, PAGE, BASE, CHOSEN, OF_TOKEN
-                )
                 if ROPES > 1:
+                    following = gl.minimum(token + T, high - 1)
+                    next_scale, next_zero = _scales(
+                        K, D, K_ONCE, k_head, K_STRIDES, table, entries, chosen, following, high, T, PAGE, BASE, CHOSEN, OF_TOKEN
+                    )
+                    next_rope, _ = _scales(
+                        V, P, V_ONCE, v_head, V_STRIDES, table, entries, chosen, following, high, T, PAGE, BASE, CHOSEN, OF_TOKEN
+                    )
                     entries = _entries(table, token + 2 * T, high, T, PAGE, BASE, CHOSEN)
                     ahead_entries = entries if STAGES == 2 else _entries(table, ahead + T, high, T, PAGE, BASE, CHOSEN)
                 here, here_bits = codes.index(stage), bits.index(stage)
@@ -688,13 +688,21 @@ def attend_latents_kernel(
                 maxima.store(top)
                 weights = w.to(held)
                 p.store(weights)
+                fence_async_shared()
+                # Behind the fence, which would wait for them.
                 if ROPES == 1:  # no warp reads this tile's: maxima were exchanged
                     if token + T < high:
                         _copy(V, P, v_head, V_STRIDES, ropes, ropes, table, entries, chosen, token + T, high, PAGE, BASE, CHOSEN)
                     async_copy.commit_group()
+                    following = gl.minimum(token + T, high - 1)
+                    next_scale, next_zero = _scales(
+                        K, D, K_ONCE, k_head, K_STRIDES, table, entries, chosen, following, high, T, PAGE, BASE, CHOSEN, OF_TOKEN
+                    )
+                    next_rope, _ = _scales(
+                        V, P, V_ONCE, v_head, V_STRIDES, table, entries, chosen, following, high, T, PAGE, BASE, CHOSEN, OF_TOKEN
+                    )
                     entries = _entries(table, token + 2 * T, high, T, PAGE, BASE, CHOSEN)
                     ahead_entries = entries
-                fence_async_shared()
                 first, first_bits = _first_values(K, D, here, here_bits, LAYOUT)
                 if K.scale == "none":
                     l = _shrunk(l, shrink) + _of_thread(w)
