@@ -42,40 +42,65 @@ def hides_any(mask, begin, end, mask_stride):
     return gl.max(hidden, 0) != 0
 
 
+@gluon.constexpr_function
+def _pages(tokens: int, page: int, chosen: int) -> int:
+    """Pages of a tile, whose entries are looked up once: 1 or 2; 0: tokens have entries of their own."""
+    return 0 if chosen else 1 if tokens <= page else 2 if tokens == 2 * page else 0
+
+
 @gluon.jit
-def entry_of_tile(table, begin, end, PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):
-    """The entry of the page of the token `begin`, or of the last one before `end`; with CHOSEN, tokens have entries of their own."""
-    if CHOSEN:
-        return begin.to(gl.int64)
+def entries_of_tile(table, begin, end, T: gl.constexpr, PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):
+    """The entries of the pages of the tile from the token `begin` on, or of the last token before `end`, as a tuple."""
+    PAGES: gl.constexpr = _pages(T, PAGE, CHOSEN)
+    if PAGES == 0:
+        return (begin.to(gl.int64),)
     else:
-        return entry_of(table, gl.minimum(begin, end - 1), True, PAGE, BASE)
+        first = entry_of(table, gl.minimum(begin, end - 1), True, PAGE, BASE)
+        if PAGES == 1:
+            return (first,)
+        else:
+            return first, entry_of(table, gl.minimum(begin + PAGE, end - 1), True, PAGE, BASE)
 
 
 @gluon.jit
-def copy_page(X: gl.constexpr, D: gl.constexpr, head, STRIDES: gl.constexpr, codes, high, table, entry, chosen, begin, end,
+def entry_of_token(table, t, place, entries, T: gl.constexpr, PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):
+    """The entries of the pages of the tokens `place`, those at `t` of a tile, int [N] each."""
+    PAGES: gl.constexpr = _pages(T, PAGE, CHOSEN)
+    if PAGES == 0:
+        return entry_of(table, place, place >= 0, CHOSEN if CHOSEN else PAGE, BASE)
+    elif PAGES == 1:
+        return entries[0]
+    else:
+        return gl.where(t < PAGE, entries[0], entries[1])
+
+
+@gluon.jit
+def copy_tile(X: gl.constexpr, D: gl.constexpr, head, STRIDES: gl.constexpr, codes, high, table, entries, chosen, begin, end,
           PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):  # fmt: skip
-    """Copies codes and high bits of the tokens from `begin` to `end`, at most T, to `codes` and `high`, shared [T, words]; the last token
-    fills the places that are left. `head`: the head in the first page, from `head_of`; `entry`: the page of the tokens, from
-    `entry_of_tile`."""
+    """Copies codes and high bits of the tokens from `begin` to `end`, one to T, to `codes` and `high`, shared [T, words]; the last token
+    fills the places that are left. `head`: the head in the first page, from `head_of`; `entries`: the pages, from `entries_of_tile`."""
     T: gl.constexpr = codes.shape[0]
     WORDS: gl.constexpr = D // X.per
     LAYOUT: gl.constexpr = copied(WORDS, gl.num_warps())
+    PAGES: gl.constexpr = _pages(T, PAGE, CHOSEN)
     t = gl.arange(0, T, gl.SliceLayout(1, LAYOUT))
     w = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
     place = gl.minimum(begin + t, end - 1)
-    token = _token_of(chosen, place, CHOSEN)
-    WHOLE: gl.constexpr = T <= PAGE and not CHOSEN
-    if not WHOLE:
-        entry = entry_of(table, place, place >= 0, CHOSEN if CHOSEN else PAGE, BASE)
-    words, bits, _ = page_of(X, D, True, head, STRIDES, entry, 0)
-    at = gl.max_contiguous(gl.multiple_of((token % PAGE * WORDS)[:, None] + w[None, :], [1, 8]), [1, 8])
-    copy_to_shared(codes, (words if WHOLE else words[:, None]) + at)
+    if PAGES == 0:
+        slot = _token_of(chosen, place, CHOSEN) % PAGE
+    else:  # of `place`, at fewer instructions; where the second page has no token, the last one is in the first
+        last = end - 1 - begin
+        of_page = gl.where(t < PAGE, last, gl.where(last < PAGE, last, last - PAGE))
+        slot = begin % PAGE + gl.minimum(t % PAGE, of_page)
+    words, bits, _ = page_of(X, D, True, head, STRIDES, entry_of_token(table, t, place, entries, T, PAGE, BASE, CHOSEN), 0)
+    at = gl.max_contiguous(gl.multiple_of((slot * WORDS)[:, None] + w[None, :], [1, 8]), [1, 8])
+    copy_to_shared(codes, (words if PAGES == 1 else words[:, None]) + at)
     if X.high > 1:
-        copy_to_shared(high, (bits if WHOLE else bits[:, None]) + at)
+        copy_to_shared(high, (bits if PAGES == 1 else bits[:, None]) + at)
     elif X.high == 1:
         HALF: gl.constexpr = copied(WORDS // 2, gl.num_warps())
-        slot = gl.convert_layout(token % PAGE * (WORDS // 2), gl.SliceLayout(1, HALF))
-        if not WHOLE:
+        slot = gl.convert_layout(slot * (WORDS // 2), gl.SliceLayout(1, HALF))
+        if PAGES != 1:
             bits = gl.convert_layout(bits, gl.SliceLayout(1, HALF))[:, None]
         w = gl.arange(0, WORDS // 2, gl.SliceLayout(0, HALF))
         copy_to_shared(high, bits + gl.max_contiguous(gl.multiple_of(slot[:, None] + w[None, :], [1, 8]), [1, 8]))
@@ -96,24 +121,19 @@ def allocate_scales(X: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, T: g
 
 
 @gluon.jit
-def copy_scales(X: gl.constexpr, D: gl.constexpr, ONCE: gl.constexpr, head, STRIDES: gl.constexpr, into, stage, first: gl.constexpr,
-                T: gl.constexpr, table, entry, chosen, begin, end, PAGE: gl.constexpr, BASE: gl.constexpr,
-                CHOSEN: gl.constexpr):  # fmt: skip
-    """Copies the scales of T tokens from `begin` on, before `end`, to the places from `first` on of stage `stage` of `into`, from
-    `allocate_scales`. Other arguments as in `copy_page`."""
+def copy_scales(X: gl.constexpr, D: gl.constexpr, ONCE: gl.constexpr, head, STRIDES: gl.constexpr, into, stage, T: gl.constexpr, table,
+                entries, chosen, begin, end, PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):  # fmt: skip
+    """Copies the scales of the tokens from `begin` to `end`, one to T, to stage `stage` of `into`, from `allocate_scales`. Other arguments
+    as in `copy_tile`."""
     WORDS: gl.constexpr = scale_words(X, D)
     EACH: gl.constexpr = 1 if WORDS else 2
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    N: gl.constexpr = T // EACH
-    place = gl.minimum(begin + gl.arange(0, N, LAYOUT) * EACH, end - 1)
-    token = _token_of(chosen, place, CHOSEN)
-    if N * EACH > PAGE or CHOSEN:
-        entry = entry_of(table, place, place >= 0, CHOSEN if CHOSEN else PAGE, BASE)
-    _, _, scales = page_of(X, D, ONCE, head, STRIDES, entry, 0)
+    t = gl.arange(0, T // EACH, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) * EACH
+    place = gl.minimum(begin + t, end - 1)
+    slot = _token_of(chosen, place, CHOSEN) % PAGE * (1 - ONCE)
+    _, _, scales = page_of(X, D, ONCE, head, STRIDES, entry_of_token(table, t, place, entries, T, PAGE, BASE, CHOSEN), 0)
     words = scales.to(tl.pointer_type(tl.int32))
-    slot = token % PAGE * (1 - ONCE)
     for i in gl.static_range(max(WORDS, 1)):
-        copy_to_shared(into.index(stage * max(WORDS, 1) + i).slice(first // EACH, N, 0), words + (slot * WORDS + i if WORDS else slot // 2))
+        copy_to_shared(into.index(stage * max(WORDS, 1) + i), words + (slot * WORDS + i if WORDS else slot // 2))
 
 
 @gluon.jit

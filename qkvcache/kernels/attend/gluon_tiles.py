@@ -29,9 +29,9 @@ from .gluon_pages import (
     barrier,
     copied,
     copy_exact,
-    copy_page,
     copy_scales,
-    entry_of_tile,
+    copy_tile,
+    entries_of_tile,
     hides_any,
     in_shared,
     scales_of_tile,
@@ -288,35 +288,14 @@ def _exact_tiles(
     return m, l, acc
 
 
-@gluon.constexpr_function
-def _tokens_of_copy(tokens: int, page: int, step: int) -> int:
-    """Tokens of a tile that lie in one page."""
-    return tokens if step else min(tokens, page)
-
-
 @gluon.jit
-def _pages(table, begin, high, T: gl.constexpr, PAGE: gl.constexpr, BASE: gl.constexpr, STEP: gl.constexpr):
-    """The entries of the pages of the tile that begins at `begin`, as a tuple."""
-    EACH: gl.constexpr = _tokens_of_copy(T, PAGE, STEP)
-    found = ()
-    for i in gl.static_range(T // EACH):
-        found = found + (entry_of_tile(table, gl.minimum(begin + i * EACH, high - 1), high, PAGE, BASE, STEP),)
-    return found
-
-
-@gluon.jit
-def _copy(X: gl.constexpr, D: gl.constexpr, ONCE: gl.constexpr, head, STRIDES: gl.constexpr, codes, high_bits, scales, stage, table, pages,
-          blocks, begin, high, PAGE: gl.constexpr, BASE: gl.constexpr, STEP: gl.constexpr):  # fmt: skip
-    """Copies the tile that begins at `begin` to stage `stage`. `pages`: from `_pages`."""
-    EACH: gl.constexpr = _tokens_of_copy(codes.shape[1], PAGE, STEP)
-    for i in gl.static_range(codes.shape[1] // EACH):
-        into = codes.index(stage).slice(i * EACH, EACH, 0)
-        bits = into
-        if X.high > 0:
-            bits = high_bits.index(stage).slice(i * EACH, EACH, 0)
-        at = gl.minimum(begin + i * EACH, high - 1)
-        copy_page(X, D, head, STRIDES, into, bits, table, pages[i], blocks, at, high, PAGE, BASE, STEP)
-        copy_scales(X, D, ONCE, head, STRIDES, scales, stage, i * EACH, EACH, table, pages[i], blocks, at, high, PAGE, BASE, STEP)
+def _copy(X: gl.constexpr, D: gl.constexpr, ONCE: gl.constexpr, head, STRIDES: gl.constexpr, codes, high_bits, scales, stage, table,
+          entries, blocks, begin, high, PAGE: gl.constexpr, BASE: gl.constexpr, STEP: gl.constexpr):  # fmt: skip
+    """Copies the tile that begins at `begin`, or the last token below `high`, to stage `stage`. `entries`: from `entries_of_tile`."""
+    T: gl.constexpr = codes.shape[1]
+    at = gl.minimum(begin, high - 1)
+    copy_tile(X, D, head, STRIDES, codes.index(stage), high_bits.index(stage), table, entries, blocks, at, high, PAGE, BASE, STEP)
+    copy_scales(X, D, ONCE, head, STRIDES, scales, stage, T, table, entries, blocks, at, high, PAGE, BASE, STEP)
 
 
 @gluon.jit
@@ -350,14 +329,14 @@ def _produce(
         v_bits = gl.allocate_shared_memory(gl.int16, [2, T, DV * V.high // 16], in_shared(DV * V.high // 16))
     k_scales = allocate_scales(K, D, 2, T)
     v_scales = allocate_scales(V, DV, 2, T)
-    k_pages = _pages(table, low, high, T, PAGE, BASE, STEP)
-    v_pages = _pages(table, low + T, high, T, PAGE, BASE, STEP)
-    _copy(K, D, K_ONCE, k_head, K_STRIDES, k_codes, k_bits, k_scales, 0, table, k_pages, blocks, low, high, PAGE, BASE, STEP)
+    k_entries = entries_of_tile(table, low, high, T, PAGE, BASE, STEP)
+    v_entries = entries_of_tile(table, low + T, high, T, PAGE, BASE, STEP)
+    _copy(K, D, K_ONCE, k_head, K_STRIDES, k_codes, k_bits, k_scales, 0, table, k_entries, blocks, low, high, PAGE, BASE, STEP)
     async_copy.commit_group()
-    _copy(K, D, K_ONCE, k_head, K_STRIDES, k_codes, k_bits, k_scales, 1, table, v_pages, blocks, low + T, high, PAGE, BASE, STEP)
-    _copy(V, DV, V_ONCE, v_head, V_STRIDES, v_codes, v_bits, v_scales, 0, table, k_pages, blocks, low, high, PAGE, BASE, STEP)
+    _copy(K, D, K_ONCE, k_head, K_STRIDES, k_codes, k_bits, k_scales, 1, table, v_entries, blocks, low + T, high, PAGE, BASE, STEP)
+    _copy(V, DV, V_ONCE, v_head, V_STRIDES, v_codes, v_bits, v_scales, 0, table, k_entries, blocks, low, high, PAGE, BASE, STEP)
     async_copy.commit_group()
-    k_pages = _pages(table, low + 2 * T, high, T, PAGE, BASE, STEP)
+    k_entries = entries_of_tile(table, low + 2 * T, high, T, PAGE, BASE, STEP)
     tile = low * 0 - 1
     for token in range(low - T, high, T):  # values from here on, keys from the next tile on
         async_copy.wait_group(1)
@@ -375,12 +354,12 @@ def _produce(
             barrier()
             mbarrier.arrive(has_values.index(here), count=1)
         ahead = token + 3 * T
-        _copy(K, D, K_ONCE, k_head, K_STRIDES, k_codes, k_bits, k_scales, after, table, k_pages, blocks, ahead, high, PAGE, BASE, STEP)
+        _copy(K, D, K_ONCE, k_head, K_STRIDES, k_codes, k_bits, k_scales, after, table, k_entries, blocks, ahead, high, PAGE, BASE, STEP)
         ahead = token + 2 * T
-        _copy(V, DV, V_ONCE, v_head, V_STRIDES, v_codes, v_bits, v_scales, here, table, v_pages, blocks, ahead, high, PAGE, BASE, STEP)
+        _copy(V, DV, V_ONCE, v_head, V_STRIDES, v_codes, v_bits, v_scales, here, table, v_entries, blocks, ahead, high, PAGE, BASE, STEP)
         async_copy.commit_group()
-        v_pages = k_pages
-        k_pages = _pages(table, token + 4 * T, high, T, PAGE, BASE, STEP)
+        v_entries = k_entries
+        k_entries = entries_of_tile(table, token + 4 * T, high, T, PAGE, BASE, STEP)
         tile += 1
     async_copy.wait_group(0)
 

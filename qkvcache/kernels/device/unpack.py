@@ -214,14 +214,17 @@ _PLACES2 = tl.constexpr((6, 8, 4, 6, 8, 4, 6, 8))
 """The bit of the mantissa at which the two bits of each channel are read, those of the first two and of the
 last three after a shift by six. A number `n` from bit `p` on reads 2^(10 - p) + n, under the exponent 25 - p:
 up to 67, since sums lose bits to larger ones."""
-_ASM["int2"] = (
-    "{ .reg .b32 l, r; shl.b32 l, $8, 6; shr.u32 r, $8, 6;"
-    + "".join(
+
+
+def _read2(words: str, places: tuple[int, ...]) -> str:
+    """Planes whose codes are at `places` of `words`, each a letter."""
+    return "".join(
         f" lop3.b32 ${i}, {x}, {0x30003 << p:#x}, {(25 - p << 10) * 0x10001:#x}, 0xea;"
-        for i, (x, p) in enumerate(zip(("l", "l", "$8", "$8", "$8", "r", "r", "r"), _PLACES2.value, strict=True))
+        for i, (x, p) in enumerate(zip(words, places, strict=True))
     )
-    + " }"
-)
+
+
+_ASM["int2"] = "{ .reg .b32 x, l, r; mov.b32 x, $8; shl.b32 l, x, 6; shr.u32 r, x, 6;" + _read2("llxxxrrr", _PLACES2.value) + " }"
 
 
 def _bytes_of(table: tuple[int, ...], to: str, nibbles: str) -> str:
@@ -246,6 +249,17 @@ _ASM["lut4"] = (
     "{ .reg .b32 e, o, x, h, n; lop3.b32 o, $9, 0xcccccccc, $8, 0xe2; lop3.b32 e, $9, 0x33333333, $8, 0xe2;"
     + _paired("e", ("$0", "$2", "$4", "$6"), _LUT4_EXCHANGED) + _paired("o", ("$1", "$3", "$5", "$7"), _LUT4) + "}"
 )  # fmt: skip
+
+HALF_PLANES = {
+    "lut4": "{ .reg .b32 s, l, e, x, h, n; and.b32 s, $6, 31; shr.u32 l, $4, s; shl.b32 h, $5, s;"
+    " lop3.b32 e, h, 0xcccccccc, l, 0xe2;" + _paired("e", ("$0", "$1", "$2", "$3"), _LUT4) + "}",
+    "int2": "{ .reg .b32 s, x, l, r; and.b32 s, $6, 31; shr.u32 x, $4, s; shl.b32 l, x, 6; shr.u32 r, x, 6;"
+    + _read2("lxxr", _PLACES2.value[::2]) + "}",
+    "int2 odd": "{ .reg .b32 x, l, r; mov.b32 x, $4; shl.b32 l, x, 6; shr.u32 r, x, 6;" + _read2("lxrr", _PLACES2.value[1::2]) + "}",
+}  # fmt: skip
+"""Functions that unpack four of the eight planes of two words, by kind: of even channels, or of odd ones. The words ($4), their high bits
+($5) and a shift ($6) come after the planes: 2 for even channels of lut4 and odd ones of int2, 0 for the others. The odd planes of int2 have
+the places of even ones, but those of `int2 odd`, which has no shift."""
 
 _ASSEMBLY = tl.constexpr(_ASM)
 
