@@ -52,7 +52,7 @@ from .triton_attend import (
 )
 from .triton_tiles import LARGEST_ZERO, _power, _token_of
 
-PRODUCERS, PRODUCERS_REGISTERS = gl.constexpr(4), gl.constexpr(112)
+PRODUCERS, PRODUCERS_REGISTERS = gl.constexpr(4), gl.constexpr(104)
 """Warps that dequantize, and the registers of each of their threads."""
 EXACT_TILE = gl.constexpr(32)
 """Exact tokens of a tile."""
