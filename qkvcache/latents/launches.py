@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..formats.base import Codec, PackedLayout
 from ..formats.rotation import rotation_block
-from ..kernels.attend.launches import Launch, architecture, in_one_wave, knows_gluon
+from ..kernels.attend.launches import GLUON, Launch, architecture, in_one_wave, knows_gluon
 from ..kernels.attend.plan import OF_INPUTS, OF_LAYER, Kind, Layer, held_of, layer_of
 from ..kernels.attend.triton_attend import LOG2E
 from ..kernels.attend.triton_join import reduce_kernel
@@ -37,7 +37,7 @@ def on_hopper(arch: int, layouts: tuple[PackedLayout, PackedLayout], dims: tuple
     of groups of channels would be in too many registers, and a plane of high bits has half of the rows of a product."""
     latent, rope = layouts
     serves = arch // 10 == 9 and dims == (MOST_RANK, MOST_CHANNELS - MOST_RANK) and not latent.group and latent.high != 1
-    return serves and (rope.kind, rope.scale) in (("half", "none"), ("int8", "fp32")) and knows_gluon()
+    return serves and (rope.kind, rope.scale) in (("half", "none"), ("int8", "fp32")) and knows_gluon(*GLUON)
 
 
 def launched(arch: int, rows: int, layouts: tuple[PackedLayout, PackedLayout], dims: tuple[int, int]) -> Launch:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
+
 import pytest
 import torch
 
@@ -40,6 +43,12 @@ def gluon(monkeypatch):
     monkeypatch.setattr(fused, "in_tiles", watched)
     yield
     assert chosen and all(launch == GLUON_TILES for launch in chosen)
+
+
+def a_release(name, monkeypatch):
+    """Triton has the version `name`."""
+    monkeypatch.setattr("triton.__version__", name)
+    monkeypatch.setattr(fused, "knows_gluon", functools.cache(fused.knows_gluon.__wrapped__))
 
 
 def gpu(test):
@@ -136,9 +145,22 @@ def test_tokens_counted_on_the_device(seen, monkeypatch):
         (90, 128, "turboquant_3bit_nc", 128, True), (90, 128, "turboquant_3bit_nc", 64, False), (90, 128, "nvfp4", 64, True),
     ],
 )  # fmt: skip
-def test_where_it_is_launched(arch, rows, layout, dim, gluon):
+def test_where_it_is_launched(arch, rows, layout, dim, gluon, monkeypatch):
+    a_release("3.6.0", monkeypatch)
     sides = [(codec.packed_layout, dim) for codec in FORMATS[layout].codecs()]
     assert (fused.launched_in_tiles(arch, rows, sides) == GLUON_TILES) == gluon
+
+
+@pytest.mark.parametrize(
+    ("release", "known"), [("3.5.1", False), ("3.6.0", True), ("3.7.1+git1", True), ("3.8.0", False), ("3.10.0", False)]
+)
+def test_another_triton_takes_the_other_kernel(release, known, monkeypatch):
+    a_release(release, monkeypatch)
+    sides = [(codec.packed_layout, 128) for codec in FORMATS["int8"].codecs()]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert [fused.launched_in_tiles(90, 128, sides) == GLUON_TILES for _ in range(2)] == [known, known]
+    assert len(told) == (not known)
 
 
 @pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
@@ -150,6 +172,7 @@ def test_its_launch_has_all_arguments(format, masked, monkeypatch):
     def call(self, grid, *tensors, held=()):
         launched.append((self.kernel, {*self.kernel.arg_names} - self._named(tensors, held).keys() - self.fixed.keys()))
 
+    a_release("3.6.0", monkeypatch)
     for module in (fused, plan):
         monkeypatch.setattr(module, "architecture", lambda device: (90, 132))
     monkeypatch.setattr("qkvcache.kernels.host.launch._callable", lambda kernel: False)

@@ -51,8 +51,10 @@ TILES = Launch(128, 1, None, 2, 4, 64, many=True), Launch(64, 1, 128, 2, 8, 128,
 """Launches of the kernel for many rows in Triton: up to 64 rows, and more. They are the best measured on an H200."""
 GLUON_TILES = Launch(128, 1, None, 1, 8, 128, many=True)
 """The launch of the kernel for more than 64 rows on Hopper, in Gluon."""
-KNOWN_GLUON = (3, 6), (3, 10)
+GLUON = (3, 6), (3, 10)
 """The first release of Triton whose Gluon compiles the kernels, and the first one that nobody tried: Gluon renames functions."""
+GLUON_OF_TILES = (3, 6), (3, 8)
+"""The same of the kernel for many rows, of which later releases spill registers."""
 FEWEST_TILE_ROWS = 33
 """Query rows of a KV head from which on that kernel is faster than the decode kernel on an H200."""
 
@@ -102,19 +104,17 @@ def launched_in_tiles(arch: int, rows: int, sides: Sequence[tuple[PackedLayout, 
     if rows <= TILES[0].rows:
         return TILES[0]
     gluon = arch // 10 == 9 and all(layout.high != 1 or dim == 128 for layout, dim in sides)
-    return GLUON_TILES if gluon and knows_gluon() else TILES[1]
+    return GLUON_TILES if gluon and knows_gluon(*GLUON_OF_TILES) else TILES[1]
 
 
 @functools.cache
-def knows_gluon() -> bool:
-    """Whether Triton's Gluon is a release that compiles the kernels; if not, warns once."""
-    release = tuple(map(int, triton.__version__.split(".")[:2]))
-    known = KNOWN_GLUON[0] <= release < KNOWN_GLUON[1]
+def knows_gluon(first: tuple[int, int], beyond: tuple[int, int]) -> bool:
+    """Whether this release of Triton is `first` or a later one before `beyond`, whose Gluon compiles a kernel; if not, warns once."""
+    known = first <= tuple(map(int, triton.__version__.split(".")[:2])) < beyond
     if not known:
-        first, beyond = (".".join(map(str, release)) for release in KNOWN_GLUON)
         warnings.warn(
-            f"attention takes up to three times as long with Triton {triton.__version__} as with Triton {first} or a later one "
-            f"before {beyond}",
+            f"attention of new tokens and to latents takes up to three times as long with Triton {triton.__version__} as with Triton "
+            f"{first[0]}.{first[1]} or a later one before {beyond[0]}.{beyond[1]}",
             stacklevel=2,
         )
     return known
