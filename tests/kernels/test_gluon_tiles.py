@@ -58,20 +58,26 @@ def gpu(test):
 
 
 @gpu
+@pytest.mark.parametrize("splits", [1, 100])
 @pytest.mark.parametrize("format", QUANTIZED)
-def test_every_format(format, monkeypatch):
-    """Two slabs, several splits, odd tails, a block of rows that is not full."""
+def test_every_format(format, splits, monkeypatch):
+    """Two slabs, one split of several tiles or several splits, odd tails, a block of rows that is not full."""
+    monkeypatch.setattr(fused, "MOST_SPLITS", splits)
     heads = 2 if "tok" in format or "tensor" in format else 1  # a scale that heads share
     query, attention_inputs = make(format, heads=heads, group=4, queries=35, recent=41, tokens=900, dims=(128, 128), cuts=(260,))
     compare(monkeypatch, format, query, attention_inputs)
 
 
 @gpu
-@pytest.mark.parametrize("tokens", [97, 128, 129, 255, 256, 257, 385, 1400])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("tokens", [97, 128, 129, 255, 256, 257, 385, 512, 1400])
 @pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
-def test_tails(format, tokens, monkeypatch):
-    """Of fewer tiles than are copied ahead, of whole tiles, and of one token."""
-    query, attention_inputs = make(format, heads=2, group=4, queries=40, first=3, recent=41, tokens=tokens + 44, dims=(128, 128), cuts=())
+def test_tails(format, tokens, dtype, monkeypatch):
+    """One split of one to eleven tiles: fewer than are copied ahead, whole ones, and one of a token."""
+    monkeypatch.setattr(fused, "MOST_SPLITS", 1)
+    query, attention_inputs = make(
+        format, heads=2, group=4, queries=40, first=3, recent=41, tokens=tokens + 44, dims=(128, 128), cuts=(), dtype=dtype
+    )
     compare(monkeypatch, format, query, attention_inputs)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qkvcache.kernels.attend.launches import in_one_wave, split
+from qkvcache.kernels.attend.launches import in_one_wave, in_waves, split
 
 PLACES = 132 * 12
 """Programs that an H200 runs at a time."""
@@ -23,3 +23,10 @@ def test_splits_are_whole_tiles_that_cover_all_tokens(tokens, groups):
         each = -(-tokens // count)
         assert 1 <= count <= 100 and (count == 1 or each >= 128 - 64)
         assert (in_one_wave(tokens, groups, 64, PLACES) + 1) * groups <= max(PLACES, 2 * groups)
+
+
+@pytest.mark.parametrize(
+    ("groups", "splits"), [(1, 86), (16, 8), (32, 4), (48, 8), (80, 3), (128, 1), (144, 8), (160, 4), (256, 1), (1024, 1)]
+)
+def test_programs_that_fill_a_multiprocessor_leave_few_without_work(groups, splits):
+    assert in_waves(32768, groups, 128, 132) == splits

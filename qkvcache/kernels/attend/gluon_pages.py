@@ -77,8 +77,9 @@ def entry_of_token(table, t, place, entries, T: gl.constexpr, PAGE: gl.constexpr
 @gluon.jit
 def copy_tile(X: gl.constexpr, D: gl.constexpr, head, STRIDES: gl.constexpr, codes, high, table, entries, chosen, begin, end,
           PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):  # fmt: skip
-    """Copies codes and high bits of the tokens from `begin` to `end`, one to T, to `codes` and `high`, shared [T, words]; the last token
-    fills the places that are left. `head`: the head in the first page, from `head_of`; `entries`: the pages, from `entries_of_tile`."""
+    """Copies codes and high bits of the tokens from `begin` to `end`, one to T, to `codes` and `high`, shared [T, words]; tokens up to the
+    last one fill the places that are left. `head`: the head in the first page, from `head_of`; `entries`: the pages, from
+    `entries_of_tile`."""
     T: gl.constexpr = codes.shape[0]
     WORDS: gl.constexpr = D // X.per
     LAYOUT: gl.constexpr = copied(WORDS, gl.num_warps())

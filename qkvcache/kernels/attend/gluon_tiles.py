@@ -1,7 +1,7 @@
 """`triton_tiles.attend_tiles_kernel` for Hopper, in Gluon: what Triton does one after another runs at the same time here.
 
 Four warps of a program copy codes to shared memory two tiles ahead, and dequantize them to tiles there (`_produce`). Eight warps multiply
-these tiles, 16 query rows each (`_attend`): the keys of the next tile, before the weights of this one are computed, and then the values of
+these tiles, 16 query rows each (`_attend`): after the weights of a tile are computed, the keys of the next one, and then the values of
 this one. Barriers in shared memory say which tiles are complete, and which nobody reads any more. The channels of a tile are plane after
 plane, as codes unpack.
 
@@ -102,13 +102,11 @@ def _hidden(s, shown):
 
 
 @gluon.jit
-def _joined(planes, PER: gl.constexpr, LAYOUT: gl.constexpr):
+def _joined(planes, PER: gl.constexpr):
     """A tuple of PER planes [T, words] as [T, PER * words], plane after plane."""
     T: gl.constexpr = planes[0].shape[0]
     WORDS: gl.constexpr = planes[0].shape[1]
-    if PER == 1:
-        return planes[0]
-    elif PER == 2:
+    if PER == 2:
         x = gl.join(planes[0], planes[1])
     elif PER == 4:
         x = gl.reshape(gl.join(gl.join(planes[0], planes[2]), gl.join(planes[1], planes[3])), [T, WORDS, 4])
@@ -187,14 +185,14 @@ def _dequantize(X: gl.constexpr, D: gl.constexpr, into, codes, high, scales, sta
             if X.kind == "int2":
                 plane = (plane - offset_of(X) * plane_offset(X, i)).to(gl.float16)
             numbers = numbers + (_fma(plane, factor[:, None], start[:, None]),)
-    into.store(_joined(numbers, PER, LAYOUT))
+    into.store(_joined(numbers, PER))
 
 
 @gluon.jit
 def _norm(X: gl.constexpr, D: gl.constexpr, ONCE: gl.constexpr, head, STRIDES: gl.constexpr, table, chosen, low, high,
           PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):  # fmt: skip
     """`triton_tiles._norm`, whose tensors have no layouts."""
-    if X.group > 0 or X.scale == "none":
+    if X.group > 0:
         return 1.0
     else:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -244,7 +242,7 @@ def _queries(K: gl.constexpr, D: gl.constexpr, TURN: gl.constexpr, query, rows, 
         turn_shared = gl.allocate_shared_memory(own, [D, D], _in_tile(D), turn)
         fence_async_shared()
         barrier()
-        x = warpgroup_mma(x_shared, turn_shared, gl.full([R, D], 0.0, gl.float32, LAYOUT)).to(own).to(gl.float32)
+        x = warpgroup_mma(x_shared, turn_shared, gl.full([R, D], 0.0, gl.float32, LAYOUT))
     else:
         x = gl.convert_layout(gl.load(query + at + channel[None, :], mask=there, other=0.0), LAYOUT).to(gl.float32)
     factor = gl.full([R], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT)) * (scaling * TURN)
@@ -391,7 +389,8 @@ def _attend(
     zeros = gl.full([R, T], 0.0, gl.float32, SCORES)
     mbarrier.wait(has_keys.index(0), 0)
     s = warpgroup_mma_wait(0, deps=(warpgroup_mma(q, keys.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True),))
-    async_copy.mbarrier_arrive(no_keys.index(0), increment_count=False)
+    barrier()
+    mbarrier.arrive(no_keys.index(0), count=1)
     unfinished = warpgroup_mma_init(acc)
     tile = low * 0
     for token in range(low, high, T):
@@ -413,15 +412,16 @@ def _attend(
         p = gl.convert_layout(w.to(gl.float16), gl.DotOperandLayout(0, OUTPUT, 2))
         acc = warpgroup_mma_wait(0, deps=(unfinished,))  # before the next product, which the compiler would have complete too
         here, after = tile & 1, (tile + 1) & 1
-        if tile > 0:
-            async_copy.mbarrier_arrive(no_values.index(after), increment_count=False)
+        barrier()
+        mbarrier.arrive(no_values.index(after), count=1, pred=tile > 0)
         mbarrier.wait(has_keys.index(after), (tile + 1) >> 1 & 1)
         following = warpgroup_mma(q, keys.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True)
         acc = acc * gl.convert_layout(shrink, OF_OUTPUT)[:, None]
         mbarrier.wait(has_values.index(here), tile >> 1 & 1)
         unfinished = warpgroup_mma(p, values.index(here), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=(following,))
-        async_copy.mbarrier_arrive(no_keys.index(after), increment_count=False)
+        barrier()
+        mbarrier.arrive(no_keys.index(after), count=1)
         tile += 1
     acc = warpgroup_mma_wait(0, deps=(unfinished,)) * unit
     if CENTERED and CAP == 0:
@@ -562,9 +562,9 @@ def attend_tiles_kernel(
             no_values = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
             for i in gl.static_range(2):
                 mbarrier.init(has_keys.index(i), count=1)
-                mbarrier.init(no_keys.index(i), count=2 * R)
+                mbarrier.init(no_keys.index(i), count=1)
                 mbarrier.init(has_values.index(i), count=1)
-                mbarrier.init(no_values.index(i), count=2 * R)
+                mbarrier.init(no_values.index(i), count=1)
             fence_async_shared()
             barrier()
             CENTERED: gl.constexpr = K.centered

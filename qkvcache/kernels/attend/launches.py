@@ -179,12 +179,21 @@ def split(tokens: int, groups: int, tile: int, programs: int) -> int:
     return _splits(tokens, wave if wave and tokens / wave + EXACT_COST * SPLIT_COST < in_turn else many, tile)
 
 
+def in_waves(tokens: int, groups: int, tile: int, programs: int) -> int:
+    """The number of splits for programs that fill a multiprocessor each: what leaves the fewest of them without work while the last ones
+    run. Arguments as in `in_one_wave`."""
+    times = [-(-groups * n // programs) * (tokens / n + TILES_COST) for n in range(1, MOST_SPLITS + 1)]
+    return _splits(tokens, 1 + times.index(min(times)), tile)
+
+
 def _splits(tokens: int, wanted: int, tile: int) -> int:
     """About as many splits of `tokens` as `wanted`, of whole tiles."""
     each = max(-(-tokens // min(max(wanted, 1), MOST_SPLITS)), LEAST_SPLIT)
     return -(-tokens // (-(-each // tile) * tile))
 
 
+TILES_COST = 500
+"""About the time in which a program of tiles in Gluon rotates its queries and finds the largest scales, in tokens."""
 SPLIT_COST, EXACT_COST = 150, 5 / 3
 """SPLIT_COST: the time of a split beside the time of its tokens, in tokens. EXACT_COST: the time of a program of exact
 tokens, in splits without tokens. Both fit the times of 7 shapes, 5 formats and 1 to 8 splits on an H200."""

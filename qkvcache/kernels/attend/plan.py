@@ -22,7 +22,7 @@ from ..pages import BLOCK
 from ..segments import layout_of, planes_of
 from ..work import MOST_SPLITS, TOGETHER
 from . import launches as fused
-from .launches import Launch, architecture, in_one_wave, in_tiles, launched, split, tiled
+from .launches import Launch, architecture, in_one_wave, in_tiles, in_waves, launched, split, tiled
 from .reference import Options
 from .triton_attend import attend_kernel
 from .triton_join import reduce_kernel, rotate_kernel
@@ -179,7 +179,7 @@ class Launches:
         rows, nvidia = self.groups * self.queries, bool(arch) or device.type == "cpu"
         launch = form.launch or launched(use.key, use.value, max(keys.dim, values.dim), rows, nvidia)
         self.tile = min(launch.tile, BLOCK) if form.chosen and not launch.many else launch.tile
-        self.rows, self.many = launch.rows if nvidia else 16, launch.many
+        self.rows, self.many, self.gluon = launch.rows if nvidia else 16, launch.many, launch == fused.GLUON_TILES
         self.blocks, self.programs = -(-rows // self.rows), processors * launch.programs
         self.panels = (1 if form.items else self.batch) * self.heads * self.blocks  # each is read by as many programs as there are splits
         self.out_shape = self.batch, query_heads, self.queries, self.value_dim
@@ -199,7 +199,7 @@ class Launches:
         held = (*OF_LAYER, *OF_INPUTS, *OF_CALL)
         if launch.many:
             tiles = {"rotation": use.queries.matrix, "MASK": form.mask != "none"}
-            kernel = gluon_kernel() if launch == fused.GLUON_TILES else attend_tiles_kernel
+            kernel = gluon_kernel() if self.gluon else attend_tiles_kernel
             self.attend = Launcher(kernel, device, ("query", "part", "tops"), held, **self.fixed | options | tiles)
         else:
             given = "query", "region_query", "part", "tops"
@@ -299,11 +299,12 @@ class Plan:
         if self.items is not None:
             return len(self.items), least
         programs = launches.programs
-        if launches.many:  # beside few long splits, the programs of the exact tokens are brief
+        if launches.many and not launches.gluon:  # beside few long splits, the programs of the exact tokens are brief
             programs += launches.panels * (programs <= 8 * launches.panels)
         if self.tokens is None or launches.many:
             beside = launches.many or self.kind.use.key.kind == "half"  # the exact tokens, which run last otherwise
-            splits = (in_one_wave if beside else split)(n_quantized, launches.panels, launches.tile, programs)
+            choose = in_waves if launches.gluon else in_one_wave if beside else split
+            splits = choose(n_quantized, launches.panels, launches.tile, programs)
         else:  # rows of different lengths: as many tokens to a split as if all were one row
             least = max(self.tokens * launches.heads * launches.blocks // programs, least)
             least = -(-least // launches.tile) * launches.tile
