@@ -9,7 +9,7 @@ import pytest
 rooms = pytest.importorskip("rooms")  # eval/rooms.py
 
 ROOT = Path(__file__).parent.parent
-CORE_LINES = 14_840
+CORE_LINES = 14_860
 """Of at most 110 columns. 10,500 is the target. 900 of them are the kernel in Gluon for many query rows, and how it reads pages."""
 PARAMETERS = 45
 """Of a device function."""

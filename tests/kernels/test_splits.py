@@ -28,5 +28,5 @@ def test_splits_are_whole_tiles_that_cover_all_tokens(tokens, groups):
 @pytest.mark.parametrize(
     ("groups", "splits"), [(1, 86), (16, 8), (32, 4), (48, 8), (80, 3), (128, 1), (144, 8), (160, 4), (256, 1), (1024, 1)]
 )
-def test_programs_that_fill_a_multiprocessor_leave_few_without_work(groups, splits):
+def test_programs_that_fill_a_multiprocessor(groups, splits):
     assert in_waves(32768, groups, 128, 132) == splits
