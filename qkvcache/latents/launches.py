@@ -45,7 +45,7 @@ def launched(arch: int, rows: int, layouts: tuple[PackedLayout, PackedLayout], d
     if on_hopper(arch, layouts, dims):
         if rows <= 16:  # uncompressed latents fill the shared memory of a multiprocessor
             return Launch(64, 2, None, 1 if layouts[0].kind == "half" else 2, 4, 16)
-        # Of larger tiles, shared memory would not hold two of uncompressed latents, nor registers the sums of two kinds of zeros.
+        # Shared memory does not hold two large tiles of uncompressed latents, and registers do not hold the sums for zeros of a pair.
         large = layouts[0].kind != "half" and layouts[0].scale != "pair"
         return Launch(128 if large else 64, 2, None, 1, 8, 64)
     if arch // 10 in (9, 10):

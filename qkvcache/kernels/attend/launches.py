@@ -54,7 +54,7 @@ GLUON_TILES = Launch(128, 1, None, 1, 8, 128, many=True)
 GLUON = (3, 6), (3, 10)
 """The first release of Triton whose Gluon compiles the kernels, and the first one that nobody tried: Gluon renames functions."""
 GLUON_OF_TILES = (3, 6), (3, 8)
-"""The same of the kernel for many rows, of which later releases spill registers."""
+"""These releases for the kernel for many rows: later ones compile it with spilled registers."""
 FEWEST_TILE_ROWS = 33
 """Query rows of a KV head from which on that kernel is faster than the decode kernel on an H200."""
 
