@@ -155,7 +155,7 @@ def attention_in_tiles(format: str, head_dim: int, target: str, rows: int, varia
     layouts: Any = [codec.packed_layout for codec in FORMATS[format].codecs()]
     arch = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
     launch = launched_in_tiles(arch, rows, [(layout, head_dim) for layout in layouts])
-    kernel = (gluon_tiles if launch == GLUON_TILES else triton_tiles).attend_tiles_kernel
+    kernel = (gluon_tiles if launch in GLUON_TILES else triton_tiles).attend_tiles_kernel
     job = attention(format, head_dim, target, variant)
     names = {param.name for param in kernel.params}
     types = {name: kind for name, kind in job.types.items() if name in names} | {"rotation": "*fp16"}

@@ -523,7 +523,7 @@ def attend_latents_kernel(
             # Pages are looked up a tile ahead of the copies from them: loads that follow one another would be waited for.
             for i in gl.static_range(STAGES - 1):
                 if low + i * T < high:
-                    entries = entries_of_tile(table, low + i * T, high, T, PAGE, BASE, CHOSEN)
+                    entries = entries_of_tile(table, low + i * T, high, T, PAGE, CHOSEN)
                     copy_tile(
                         K, D, k_head, K_STRIDES, codes.index(i), bits.index(i), table, entries, chosen, low + i * T, high, PAGE, BASE,
                         CHOSEN,
@@ -531,11 +531,11 @@ def attend_latents_kernel(
                     ropes = rope_codes.index(i)
                     copy_tile(V, P, v_head, V_STRIDES, ropes, ropes, table, entries, chosen, low + i * T, high, PAGE, BASE, CHOSEN)
                 async_copy.commit_group()
-            entries = entries_of_tile(table, low, high, T, PAGE, BASE, CHOSEN)
+            entries = entries_of_tile(table, low, high, T, PAGE, CHOSEN)
             scale, zero = _scales(K, D, K_ONCE, k_head, K_STRIDES, table, entries, chosen, low, high, T, PAGE, BASE, CHOSEN, OF_TOKEN)
             rope_scale, _ = _scales(V, P, V_ONCE, v_head, V_STRIDES, table, entries, chosen, low, high, T, PAGE, BASE, CHOSEN, OF_TOKEN)
-            entries = entries_of_tile(table, low + T, high, T, PAGE, BASE, CHOSEN)
-            ahead_entries = entries if STAGES == 2 else entries_of_tile(table, low + (STAGES - 1) * T, high, T, PAGE, BASE, CHOSEN)
+            entries = entries_of_tile(table, low + T, high, T, PAGE, CHOSEN)
+            ahead_entries = entries if STAGES == 2 else entries_of_tile(table, low + (STAGES - 1) * T, high, T, PAGE, CHOSEN)
             stage = low * 0
             for token in range(low, high, T):
                 async_copy.wait_group(STAGES - 2 if ROPES > 1 else 0)
@@ -564,8 +564,8 @@ def attend_latents_kernel(
                     next_rope, _ = _scales(
                         V, P, V_ONCE, v_head, V_STRIDES, table, entries, chosen, following, high, T, PAGE, BASE, CHOSEN, OF_TOKEN
                     )
-                    entries = entries_of_tile(table, token + 2 * T, high, T, PAGE, BASE, CHOSEN)
-                    ahead_entries = entries if STAGES == 2 else entries_of_tile(table, ahead + T, high, T, PAGE, BASE, CHOSEN)
+                    entries = entries_of_tile(table, token + 2 * T, high, T, PAGE, CHOSEN)
+                    ahead_entries = entries if STAGES == 2 else entries_of_tile(table, ahead + T, high, T, PAGE, CHOSEN)
                 here, here_bits = codes.index(stage), bits.index(stage)
                 ropes = rope_codes.index(stage if ROPES > 1 else 0)
                 s = _scores(V, P, ropes, ropes, qr, token >> 30, gl.full([T, R], 0.0, gl.float32, LAYOUT), True, ARCH, LAYOUT)
@@ -607,7 +607,7 @@ def attend_latents_kernel(
                     next_rope, _ = _scales(
                         V, P, V_ONCE, v_head, V_STRIDES, table, entries, chosen, following, high, T, PAGE, BASE, CHOSEN, OF_TOKEN
                     )
-                    entries = entries_of_tile(table, token + 2 * T, high, T, PAGE, BASE, CHOSEN)
+                    entries = entries_of_tile(table, token + 2 * T, high, T, PAGE, CHOSEN)
                     ahead_entries = entries
                 first, first_bits = _first_values(K, D, here, here_bits, LAYOUT)
                 if K.scale == "none":

@@ -43,47 +43,57 @@ def hides_any(mask, begin, end, mask_stride):
 
 
 @gluon.constexpr_function
-def _pages(tokens: int, page: int, chosen: int) -> int:
+def pages_of_tile(tokens: int, page: int, chosen: int) -> int:
     """Pages of a tile, whose entries are looked up once: 1 or 2; 0: tokens have entries of their own."""
     return 0 if chosen else 1 if tokens <= page else 2 if tokens == 2 * page else 0
 
 
+# One bit of each lane's mask is set: this is 0, which the compiler does not know.
+_ZERO = gl.constexpr("mov.u32 $0, %lanemask_eq; popc.b32 $0, $0; sub.u32 $0, $0, 1;")
+
+
 @gluon.jit
-def entries_of_tile(table, begin, end, T: gl.constexpr, PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):
-    """The entries of the pages of the tile from the token `begin` on, or of the last token before `end`, as a tuple."""
-    PAGES: gl.constexpr = _pages(T, PAGE, CHOSEN)
+def by_lane(table, like):
+    """`table`, whose entries are loaded by each lane. What all lanes load from one address is moved to registers that they share, and the
+    move waits for the load. `like`: any int32."""
+    return table + gl.inline_asm_elementwise(_ZERO, "=r,r", [like], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def entries_of_tile(table, begin, end, T: gl.constexpr, PAGE: gl.constexpr, CHOSEN: gl.constexpr):
+    """What the table has for the pages of the tile from the token `begin` on, or of the last token before `end`: a tuple, int64."""
+    PAGES: gl.constexpr = pages_of_tile(T, PAGE, CHOSEN)
+    first = gl.minimum(begin, end - 1)
     if PAGES == 0:
-        return (begin.to(gl.int64),)
+        return (first.to(gl.int64),)  # nothing reads it
+    elif PAGES == 1:
+        return (gl.load(table + first // PAGE).to(gl.int64),)
     else:
-        first = entry_of(table, gl.minimum(begin, end - 1), True, PAGE, BASE)
-        if PAGES == 1:
-            return (first,)
-        else:
-            return first, entry_of(table, gl.minimum(begin + PAGE, end - 1), True, PAGE, BASE)
+        return gl.load(table + first // PAGE).to(gl.int64), gl.load(table + gl.minimum(begin + PAGE, end - 1) // PAGE).to(gl.int64)
 
 
 @gluon.jit
 def entry_of_token(table, t, place, entries, T: gl.constexpr, PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):
-    """The entries of the pages of the tokens `place`, those at `t` of a tile, int [N] each."""
-    PAGES: gl.constexpr = _pages(T, PAGE, CHOSEN)
+    """The entries of the pages of the tokens `place`, those at `t` of a tile, int [N] each, as in `entry_of`."""
+    PAGES: gl.constexpr = pages_of_tile(T, PAGE, CHOSEN)
     if PAGES == 0:
         return entry_of(table, place, place >= 0, CHOSEN if CHOSEN else PAGE, BASE)
     elif PAGES == 1:
-        return entries[0]
+        return entries[0] - BASE
     else:
-        return gl.where(t < PAGE, entries[0], entries[1])
+        return gl.where(t < PAGE, entries[0], entries[1]) - BASE
 
 
 @gluon.jit
 def copy_tile(X: gl.constexpr, D: gl.constexpr, head, STRIDES: gl.constexpr, codes, high, table, entries, chosen, begin, end,
           PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):  # fmt: skip
-    """Copies codes and high bits of the tokens from `begin` to `end`, one to T, to `codes` and `high`, shared [T, words]; tokens up to the
-    last one fill the places that are left. `head`: the head in the first page, from `head_of`; `entries`: the pages, from
+    """Copies codes and high bits of the tokens from `begin`, a multiple of T, to `end`, one to T, to `codes` and `high`, shared [T, words];
+    tokens up to the last one fill the places that are left. `head`: the head in the first page, from `head_of`; `entries`: from
     `entries_of_tile`."""
     T: gl.constexpr = codes.shape[0]
     WORDS: gl.constexpr = D // X.per
     LAYOUT: gl.constexpr = copied(WORDS, gl.num_warps())
-    PAGES: gl.constexpr = _pages(T, PAGE, CHOSEN)
+    PAGES: gl.constexpr = pages_of_tile(T, PAGE, CHOSEN)
     t = gl.arange(0, T, gl.SliceLayout(1, LAYOUT))
     w = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
     place = gl.minimum(begin + t, end - 1)
@@ -92,7 +102,7 @@ def copy_tile(X: gl.constexpr, D: gl.constexpr, head, STRIDES: gl.constexpr, cod
     else:  # of `place`, at fewer instructions; where the second page has no token, the last one is in the first
         last = end - 1 - begin
         of_page = gl.where(t < PAGE, last, gl.where(last < PAGE, last, last - PAGE))
-        slot = begin % PAGE + gl.minimum(t % PAGE, of_page)
+        slot = (0 if T % PAGE == 0 else begin % PAGE) + gl.minimum(t % PAGE, of_page)
     words, bits, _ = page_of(X, D, True, head, STRIDES, entry_of_token(table, t, place, entries, T, PAGE, BASE, CHOSEN), 0)
     at = gl.max_contiguous(gl.multiple_of((slot * WORDS)[:, None] + w[None, :], [1, 8]), [1, 8])
     copy_to_shared(codes, (words if PAGES == 1 else words[:, None]) + at)

@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -27,6 +26,7 @@ from ..device.unpack import offset_of, plane_offset, unit_of, unpack
 from .gluon_pages import (
     allocate_scales,
     barrier,
+    by_lane,
     copied,
     copy_exact,
     copy_scales,
@@ -34,6 +34,7 @@ from .gluon_pages import (
     entries_of_tile,
     hides_any,
     in_shared,
+    pages_of_tile,
     scales_of_tile,
 )
 from .triton_attend import (
@@ -54,8 +55,18 @@ from .triton_tiles import LARGEST_ZERO, _power, _token_of
 
 PRODUCERS, PRODUCERS_REGISTERS = gl.constexpr(4), gl.constexpr(104)
 """Warps that dequantize, and the registers of each of their threads."""
+HAS_KEYS, HAS_VALUES, FREE, TOGETHER = gl.constexpr(4), gl.constexpr(8), gl.constexpr(12), gl.constexpr(14)
+"""The first of the barriers that say that a tile of keys, or of values, is complete (one for each of two tiles and two groups of four
+warps), that nobody reads a tile any more (one for each of two steps), and that the warps of a group are together (one for each group).
+A multiprocessor has 16 of them, and Triton uses the first three. Its own barriers would have both groups wait for each other."""
+OF_TILE = gl.constexpr(256)
+"""Threads of a barrier of a tile: the producers and one group."""
 EXACT_TILE = gl.constexpr(32)
 """Exact tokens of a tile."""
+_WAIT = gl.constexpr("bar.sync $1, $2; mov.u32 $0, 0;")
+_ARRIVE = gl.constexpr("bar.arrive $1, $2; mov.u32 $0, 0;")
+# A reduction, since the compiler would read the thread's number anew in each step.
+_GROUP = gl.constexpr("{ .reg .u32 t; mov.u32 t, %tid.x; shr.u32 t, t, 7; redux.sync.max.u32 $0, t, -1; }")
 _HIDDEN = gl.constexpr("{ .reg .pred p; setp.ne.s32 p, $2, 0; selp.f32 $0, $1, 0fFF800000, p; }")
 _FMA = gl.constexpr("fma.rn.f16x2 $0, $1, $2, $3;")
 
@@ -86,6 +97,26 @@ def _in_halves(layout):
     """`layout`, from `_unpacked`, of rows of two halves: [T, 2, words / 2]."""
     lanes = layout.threads_per_warp
     return gl.BlockedLayout([1, 1, layout.size_per_thread[1]], [lanes[0], 2, lanes[1] // 2], [layout.warps_per_cta[0], 1, 1], [0, 2, 1])
+
+
+@gluon.jit
+def _wait(number, threads: gl.constexpr):
+    """Waits at barrier `number` until `threads` threads wait there or have arrived."""
+    gl.inline_asm_elementwise(_WAIT, "=r,r,r", [number, threads], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _arrive(number, threads: gl.constexpr):
+    """Arrives at barrier `number`, as in `_wait`."""
+    gl.inline_asm_elementwise(_ARRIVE, "=r,r,r", [number, threads], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _completes(FIRST: gl.constexpr, tile, GROUPS: gl.constexpr):
+    """Tells GROUPS groups that tile number `tile` is complete; FIRST: HAS_KEYS or HAS_VALUES."""
+    fence_async_shared()
+    for i in gl.static_range(GROUPS):
+        _arrive(FIRST + (tile & 1) * 2 + i, OF_TILE)
 
 
 @gluon.jit
@@ -289,27 +320,30 @@ def _exact_tiles(
 @gluon.jit
 def _copy(X: gl.constexpr, D: gl.constexpr, ONCE: gl.constexpr, head, STRIDES: gl.constexpr, codes, high_bits, scales, stage, table,
           entries, blocks, begin, high, PAGE: gl.constexpr, BASE: gl.constexpr, STEP: gl.constexpr):  # fmt: skip
-    """Copies the tile that begins at `begin`, or the last token below `high`, to stage `stage`. `entries`: from `entries_of_tile`."""
+    """Copies the tile that begins at `begin`, or the last one, to stage `stage`. `entries`: from `entries_of_tile`."""
     T: gl.constexpr = codes.shape[1]
-    at = gl.minimum(begin, high - 1)
-    copy_tile(X, D, head, STRIDES, codes.index(stage), high_bits.index(stage), table, entries, blocks, at, high, PAGE, BASE, STEP)
+    at = gl.minimum(begin, (high - 1) // T * T)
+    end = high
+    if pages_of_tile(T, PAGE, STEP) and X.kind != "e4m3" and X.kind != "e5m2":
+        end = at + T  # what a page has behind its last token has no weight, and is a number
+    copy_tile(X, D, head, STRIDES, codes.index(stage), high_bits.index(stage), table, entries, blocks, at, end, PAGE, BASE, STEP)
     copy_scales(X, D, ONCE, head, STRIDES, scales, stage, T, table, entries, blocks, at, high, PAGE, BASE, STEP)
 
 
 @gluon.jit
 def _produce(
-    tiles, low, high, pages, KEYS: gl.constexpr, VALUES: gl.constexpr, T: gl.constexpr, PAGE: gl.constexpr, BASE: gl.constexpr,
+    tiles, low, high, pages, KEYS: gl.constexpr, VALUES: gl.constexpr, GROUPS: gl.constexpr, PAGE: gl.constexpr, BASE: gl.constexpr,
     STEP: gl.constexpr, ARCH: gl.constexpr,
 ):  # fmt: skip
-    """Dequantizes the tokens from `low` to `high`, tile after tile. Keys are one tile ahead of values, and have one tile more, which
-    repeats the last token.
+    """Dequantizes the tokens from `low` to `high`, tile after tile, for GROUPS groups of `_attend`. Keys are one tile ahead of values, and
+    have one tile more, whose scores nobody reads.
 
-    tiles   keys and values, shared fp16 [2, T, channels]; and for each of the two tiles of both a barrier that says that it is complete,
-            and one that says that nobody reads it
+    tiles   keys and values, shared fp16 [2, T, channels]
     pages   keys and values of the head in the first page, the table, chosen blocks, and what both sides have for `unscale`
     """
-    keys, values, has_keys, no_keys, has_values, no_values = tiles
+    keys, values = tiles
     k_head, v_head, table, blocks, k_unscale, v_unscale = pages
+    table = by_lane(table, low)
     K: gl.constexpr = KEYS.layout
     V: gl.constexpr = VALUES.layout
     D: gl.constexpr = KEYS.dim
@@ -318,6 +352,8 @@ def _produce(
     V_ONCE: gl.constexpr = VALUES.once
     K_STRIDES: gl.constexpr = KEYS.strides
     V_STRIDES: gl.constexpr = VALUES.strides
+    T: gl.constexpr = keys.shape[1]
+    OF_STEP: gl.constexpr = 32 * PRODUCERS + 128 * GROUPS
     k_codes = gl.allocate_shared_memory(gl.int16, [2, T, D // K.per], in_shared(D // K.per))
     v_codes = gl.allocate_shared_memory(gl.int16, [2, T, DV // V.per], in_shared(DV // V.per))
     k_bits, v_bits = k_codes, v_codes
@@ -327,45 +363,40 @@ def _produce(
         v_bits = gl.allocate_shared_memory(gl.int16, [2, T, DV * V.high // 16], in_shared(DV * V.high // 16))
     k_scales = allocate_scales(K, D, 2, T)
     v_scales = allocate_scales(V, DV, 2, T)
-    k_entries = entries_of_tile(table, low, high, T, PAGE, BASE, STEP)
-    v_entries = entries_of_tile(table, low + T, high, T, PAGE, BASE, STEP)
+    k_entries = entries_of_tile(table, low, high, T, PAGE, STEP)
+    v_entries = entries_of_tile(table, low + T, high, T, PAGE, STEP)
     _copy(K, D, K_ONCE, k_head, K_STRIDES, k_codes, k_bits, k_scales, 0, table, k_entries, blocks, low, high, PAGE, BASE, STEP)
     async_copy.commit_group()
     _copy(K, D, K_ONCE, k_head, K_STRIDES, k_codes, k_bits, k_scales, 1, table, v_entries, blocks, low + T, high, PAGE, BASE, STEP)
     _copy(V, DV, V_ONCE, v_head, V_STRIDES, v_codes, v_bits, v_scales, 0, table, k_entries, blocks, low, high, PAGE, BASE, STEP)
     async_copy.commit_group()
-    k_entries = entries_of_tile(table, low + 2 * T, high, T, PAGE, BASE, STEP)
     tile = low * 0 - 1
     for token in range(low - T, high, T):  # values from here on, keys from the next tile on
+        k_entries = entries_of_tile(table, token + 3 * T, high, T, PAGE, STEP)  # long before the copies from these pages
         async_copy.wait_group(1)
         barrier()
         here, after = tile & 1, (tile + 1) & 1
-        mbarrier.wait(no_keys.index(after), ((tile + 1) >> 1 & 1) ^ 1)
         _dequantize(K, D, keys.index(after), k_codes.index(after), k_bits.index(after), k_scales, after, k_unscale, T, ARCH)
-        fence_async_shared()
-        barrier()
-        mbarrier.arrive(has_keys.index(after), count=1)
+        _completes(HAS_KEYS, after, GROUPS)
         if token >= low:
-            mbarrier.wait(no_values.index(here), (tile >> 1 & 1) ^ 1)
+            _wait(FREE + after, OF_STEP)
             _dequantize(V, DV, values.index(here), v_codes.index(here), v_bits.index(here), v_scales, here, v_unscale, high - token, ARCH)
-            fence_async_shared()
-            barrier()
-            mbarrier.arrive(has_values.index(here), count=1)
+            _completes(HAS_VALUES, here, GROUPS)
         ahead = token + 3 * T
         _copy(K, D, K_ONCE, k_head, K_STRIDES, k_codes, k_bits, k_scales, after, table, k_entries, blocks, ahead, high, PAGE, BASE, STEP)
         ahead = token + 2 * T
         _copy(V, DV, V_ONCE, v_head, V_STRIDES, v_codes, v_bits, v_scales, here, table, v_entries, blocks, ahead, high, PAGE, BASE, STEP)
         async_copy.commit_group()
         v_entries = k_entries
-        k_entries = entries_of_tile(table, token + 4 * T, high, T, PAGE, BASE, STEP)
         tile += 1
     async_copy.wait_group(0)
+    _wait(FREE + ((tile + 1) & 1), OF_STEP)
 
 
 @gluon.jit
 def _attend(
-    q, tiles, low, high, seen, results, T: gl.constexpr, DV: gl.constexpr, CENTERED: gl.constexpr, CAP: gl.constexpr, MASK: gl.constexpr,
-    ARCH: gl.constexpr, STEP: gl.constexpr,
+    q, tiles, low, high, seen, results, CENTERED: gl.constexpr, CAP: gl.constexpr, MASK: gl.constexpr, ARCH: gl.constexpr,
+    STEP: gl.constexpr,
 ):  # fmt: skip
     """Attention of the R rows of `q`, shared fp16 [R, D], to the tokens from `low` to `high`, which `_produce` dequantizes.
 
@@ -374,10 +405,13 @@ def _attend(
     results   `part`, `tops` (before: products with the mean of keys, and factors of scores), the first row of the program in both, the
               rows that there are, and the unit of the output
     """
-    keys, values, has_keys, no_keys, has_values, no_values = tiles
+    keys, values = tiles
     mask, mask_t, n_sinks, hides, blocks = seen
     part, tops, entry, live_rows, unit = results
     R: gl.constexpr = q.shape[0]
+    T: gl.constexpr = keys.shape[1]
+    DV: gl.constexpr = values.shape[2]
+    OF_STEP: gl.constexpr = 32 * PRODUCERS + 2 * R
     SCORES: gl.constexpr = _products(R, T)
     OUTPUT: gl.constexpr = _products(R, DV)
     OF_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -387,12 +421,12 @@ def _attend(
     m, l, acc = _nothing(R, T, DV)
     t = gl.arange(0, T, gl.SliceLayout(0, SCORES))
     zeros = gl.full([R, T], 0.0, gl.float32, SCORES)
-    mbarrier.wait(has_keys.index(0), 0)
+    group = gl.inline_asm_elementwise(_GROUP, "=r,r", [low], dtype=gl.int32, is_pure=False, pack=1)
+    _wait(HAS_KEYS + group, OF_TILE)
     s = warpgroup_mma_wait(0, deps=(warpgroup_mma(q, keys.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True),))
-    barrier()
-    mbarrier.arrive(no_keys.index(0), count=1)
-    unfinished = warpgroup_mma_init(acc)
     tile = low * 0
+    _arrive(FREE + 1 - tile, OF_STEP)
+    unfinished = warpgroup_mma_init(acc)
     for token in range(low, high, T):
         of_tile = factor
         if CAP != 0:
@@ -412,16 +446,14 @@ def _attend(
         p = gl.convert_layout(w.to(gl.float16), gl.DotOperandLayout(0, OUTPUT, 2))
         acc = warpgroup_mma_wait(0, deps=(unfinished,))  # before the next product, which the compiler would have complete too
         here, after = tile & 1, (tile + 1) & 1
-        barrier()
-        mbarrier.arrive(no_values.index(after), count=1, pred=tile > 0)
-        mbarrier.wait(has_keys.index(after), (tile + 1) >> 1 & 1)
+        _wait(HAS_KEYS + 2 * after + group, OF_TILE)
         following = warpgroup_mma(q, keys.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True)
         acc = acc * gl.convert_layout(shrink, OF_OUTPUT)[:, None]
-        mbarrier.wait(has_values.index(here), tile >> 1 & 1)
+        _wait(HAS_VALUES + 2 * here + group, OF_TILE)
         unfinished = warpgroup_mma(p, values.index(here), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=(following,))
-        barrier()
-        mbarrier.arrive(no_keys.index(after), count=1)
+        _wait(TOGETHER + group, 128)  # alone, the second to fourth warp would go on before the scores are there
+        _arrive(FREE + here, OF_STEP)
         tile += 1
     acc = warpgroup_mma_wait(0, deps=(unfinished,)) * unit
     if CENTERED and CAP == 0:
@@ -556,27 +588,17 @@ def attend_tiles_kernel(
             gl.store(tops + at * 2 + 1, gl.maximum(factor * k_norm, 1e-37))
             keys = gl.allocate_shared_memory(gl.float16, [2, T, D], _in_tile(D))
             values = gl.allocate_shared_memory(gl.float16, [2, T, DV], _in_tile(DV))
-            has_keys = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-            no_keys = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-            has_values = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-            no_values = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-            for i in gl.static_range(2):
-                mbarrier.init(has_keys.index(i), count=1)
-                mbarrier.init(no_keys.index(i), count=1)
-                mbarrier.init(has_values.index(i), count=1)
-                mbarrier.init(no_values.index(i), count=1)
             fence_async_shared()
             barrier()
             CENTERED: gl.constexpr = K.centered
             CAP: gl.constexpr = 0.0 if SOFTCAP is None else SOFTCAP
-            tiles = keys, values, has_keys, no_keys, has_values, no_values
             pages = k_head, v_head, table, blocks, _power(K) / k_norm, _power(V) / v_norm
             seen = mask, mask_t, n_sinks, hides, blocks
             results = part, tops, entry, live_rows, v_norm * (unit_of(V) / _power(V))
             gl.warp_specialize(
                 [
-                    (_attend, (q, tiles, low, high, seen, results, T, DV, CENTERED, CAP, MASK, ARCH, STEP)),
-                    (_produce, (tiles, low, high, pages, KEYS, VALUES, T, PAGE, BASE, STEP, ARCH)),
+                    (_attend, (q, (keys, values), low, high, seen, results, CENTERED, CAP, MASK, ARCH, STEP)),
+                    (_produce, ((keys, values), low, high, pages, KEYS, VALUES, R // 64, PAGE, BASE, STEP, ARCH)),
                 ],
                 [PRODUCERS],
                 [PRODUCERS_REGISTERS],

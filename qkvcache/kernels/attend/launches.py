@@ -49,8 +49,8 @@ MANY_ROWS = Launch(64, 3, None, 8, 2, 32), Launch(64, 3, None, 4, 4, 64)
 """Launches for up to 32 query rows and for more: each code is unpacked once for as many rows as the registers of a program hold."""
 TILES = Launch(128, 1, None, 2, 4, 64, many=True), Launch(64, 1, 128, 2, 8, 128, many=True)
 """Launches of the kernel for many rows in Triton: up to 64 rows, and more. They are the best measured on an H200."""
-GLUON_TILES = Launch(128, 1, None, 1, 8, 128, many=True)
-"""The launch of the kernel for more than 64 rows on Hopper, in Gluon."""
+GLUON_TILES = Launch(128, 1, None, 1, 4, 64, many=True), Launch(128, 1, None, 1, 8, 128, many=True)
+"""The launches of that kernel for Hopper, in Gluon."""
 GLUON = (3, 6), (3, 10)
 """The first release of Triton whose Gluon compiles the kernels, and the first one that nobody tried: Gluon renames functions."""
 GLUON_OF_TILES = (3, 6), (3, 8)
@@ -101,10 +101,8 @@ def _fits_tiles(layout: PackedLayout, head_dim: int) -> bool:
 def launched_in_tiles(arch: int, rows: int, sides: Sequence[tuple[PackedLayout, int]]) -> Launch:
     """The launch of the kernel for many rows, for `rows` query rows of a KV head, on GPUs of compute capability `arch`. `sides`: layout
     and head_dim of keys and values. In Gluon, a plane of high bits must have eight words."""
-    if rows <= TILES[0].rows:
-        return TILES[0]
     gluon = arch // 10 == 9 and all(layout.high != 1 or dim == 128 for layout, dim in sides)
-    return GLUON_TILES if gluon and knows_gluon(*GLUON_OF_TILES) else TILES[1]
+    return (GLUON_TILES if gluon and knows_gluon(*GLUON_OF_TILES) else TILES)[rows > TILES[0].rows]
 
 
 @functools.cache

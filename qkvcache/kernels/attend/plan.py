@@ -179,7 +179,7 @@ class Launches:
         rows, nvidia = self.groups * self.queries, bool(arch) or device.type == "cpu"
         launch = form.launch or launched(use.key, use.value, max(keys.dim, values.dim), rows, nvidia)
         self.tile = min(launch.tile, BLOCK) if form.chosen and not launch.many else launch.tile
-        self.rows, self.many, self.gluon = launch.rows if nvidia else 16, launch.many, launch == fused.GLUON_TILES
+        self.rows, self.many, self.gluon = launch.rows if nvidia else 16, launch.many, launch in fused.GLUON_TILES
         self.blocks, self.programs = -(-rows // self.rows), processors * launch.programs
         self.panels = (1 if form.items else self.batch) * self.heads * self.blocks  # each is read by as many programs as there are splits
         self.out_shape = self.batch, query_heads, self.queries, self.value_dim
