@@ -53,8 +53,8 @@ GLUON_TILES = Launch(128, 1, None, 1, 4, 64, many=True), Launch(128, 1, None, 1,
 """The launches of that kernel for Hopper, in Gluon."""
 GLUON = (3, 6), (3, 10)
 """The first release of Triton whose Gluon compiles the kernels, and the first one that nobody tried: Gluon renames functions."""
-GLUON_OF_TILES = (3, 6), (3, 8)
-"""These releases for the kernel for many rows: later ones compile it with spilled registers."""
+GLUON_OF_TILES = (3, 6), (3, 9)
+"""These releases for the kernel for many rows: 3.9 does not compile it for every format."""
 FEWEST_TILE_ROWS = 33
 """Query rows of a KV head from which on that kernel is faster than the decode kernel on an H200."""
 
