@@ -5,7 +5,7 @@
 
 A line for each kernel: registers, stack and spilt bytes, shared memory; of its longest innermost loop instructions, conversions of
 integers, stores of 16-bit data to shared memory, spills. Exit status 1 if a kernel for an NVIDIA GPU spills in that loop, or has a stack
-of more than 128 bytes.
+of more than 128 bytes, and if products of `gluon_tiles.py` are computed one after another or waited for without a barrier.
 """
 
 from __future__ import annotations
@@ -516,6 +516,8 @@ class Look:
     stack: int
     local: int
     loop: list[str]
+    after_waits: list[str]
+    """The instructions that follow waits for all products but the last."""
 
     def count(self, *starts: str) -> int:
         return sum(op.startswith(starts) for op in self.loop)
@@ -531,7 +533,8 @@ def look(cubin: bytes) -> Look:
         )
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     assert found, usage
-    return Look(*map(int, found.groups()), max(_loops(code), key=len, default=[]))
+    after_waits = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1 ;\s*/\*\w+\*/\s+([A-Z.]+)", code)
+    return Look(*map(int, found.groups()), max(_loops(code), key=len, default=[]), after_waits)
 
 
 def _loops(code: str) -> Iterator[list[str]]:
@@ -573,6 +576,8 @@ def main() -> None:
             continue
         seen = look(kernel.asm["cubin"])
         bad = not job.may_spill and (seen.stack > GREATEST_STACK or (seen.loop and (seen.local > 0 or seen.count("STL") > 0)))
+        if job.kernel is gluon_tiles.attend_tiles_kernel:
+            bad = not seen.after_waits or any(not op.startswith("BAR.SYNC") for op in seen.after_waits)
         failures += bool(bad)
         print(
             line,

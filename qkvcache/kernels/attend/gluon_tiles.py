@@ -58,7 +58,7 @@ PRODUCERS, PRODUCERS_REGISTERS = gl.constexpr(4), gl.constexpr(104)
 HAS_KEYS, HAS_VALUES, FREE, TOGETHER = gl.constexpr(4), gl.constexpr(8), gl.constexpr(12), gl.constexpr(14)
 """The first of the barriers that say that a tile of keys, or of values, is complete (one for each of two tiles and two groups of four
 warps), that nobody reads a tile any more (one for each of two steps), and that the warps of a group are together (one for each group).
-A multiprocessor has 16 of them, and Triton uses the first three. Its own barriers would have both groups wait for each other."""
+A program has 16 of them, and Triton uses the first three. Its own barriers would have both groups wait for each other."""
 OF_TILE = gl.constexpr(256)
 """Threads of a barrier of a tile: the producers and one group."""
 EXACT_TILE = gl.constexpr(32)
@@ -113,10 +113,10 @@ def _arrive(number, threads: gl.constexpr):
 
 @gluon.jit
 def _completes(FIRST: gl.constexpr, tile, GROUPS: gl.constexpr):
-    """Tells GROUPS groups that tile number `tile` is complete; FIRST: HAS_KEYS or HAS_VALUES."""
+    """Tells GROUPS groups that a tile, `tile` of 0 and 1, is complete; FIRST: HAS_KEYS or HAS_VALUES."""
     fence_async_shared()
     for i in gl.static_range(GROUPS):
-        _arrive(FIRST + (tile & 1) * 2 + i, OF_TILE)
+        _arrive(FIRST + 2 * tile + i, OF_TILE)
 
 
 @gluon.jit
@@ -320,7 +320,8 @@ def _exact_tiles(
 @gluon.jit
 def _copy(X: gl.constexpr, D: gl.constexpr, ONCE: gl.constexpr, head, STRIDES: gl.constexpr, codes, high_bits, scales, stage, table,
           entries, blocks, begin, high, PAGE: gl.constexpr, BASE: gl.constexpr, STEP: gl.constexpr):  # fmt: skip
-    """Copies the tile that begins at `begin`, or the last one, to stage `stage`. `entries`: from `entries_of_tile`."""
+    """Copies the tile that begins at `begin` to stage `stage`; behind the last one, anything of its pages, which nobody reads. `entries`:
+    from `entries_of_tile`."""
     T: gl.constexpr = codes.shape[1]
     at = gl.minimum(begin, (high - 1) // T * T)
     end = high
@@ -382,7 +383,7 @@ def _produce(
             _wait(FREE + after, OF_STEP)
             _dequantize(V, DV, values.index(here), v_codes.index(here), v_bits.index(here), v_scales, here, v_unscale, high - token, ARCH)
             _completes(HAS_VALUES, here, GROUPS)
-        ahead = token + 3 * T
+        ahead = token + 3 * T  # over what was dequantized: Triton has a barrier of these warps here
         _copy(K, D, K_ONCE, k_head, K_STRIDES, k_codes, k_bits, k_scales, after, table, k_entries, blocks, ahead, high, PAGE, BASE, STEP)
         ahead = token + 2 * T
         _copy(V, DV, V_ONCE, v_head, V_STRIDES, v_codes, v_bits, v_scales, here, table, v_entries, blocks, ahead, high, PAGE, BASE, STEP)
@@ -452,7 +453,7 @@ def _attend(
         _wait(HAS_VALUES + 2 * here + group, OF_TILE)
         unfinished = warpgroup_mma(p, values.index(here), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=(following,))
-        _wait(TOGETHER + group, 128)  # alone, the second to fourth warp would go on before the scores are there
+        _wait(TOGETHER + group, 128)  # without it, three warps of four were seen to go on too early
         _arrive(FREE + here, OF_STEP)
         tile += 1
     acc = warpgroup_mma_wait(0, deps=(unfinished,)) * unit

@@ -100,7 +100,7 @@ def _fits_tiles(layout: PackedLayout, head_dim: int) -> bool:
 
 def launched_in_tiles(arch: int, rows: int, sides: Sequence[tuple[PackedLayout, int]]) -> Launch:
     """The launch of the kernel for many rows, for `rows` query rows of a KV head, on GPUs of compute capability `arch`. `sides`: layout
-    and head_dim of keys and values. In Gluon, a plane of high bits must have eight words."""
+    and head_dim of keys and values. In Gluon, a plane of one high bit must have eight words."""
     gluon = arch // 10 == 9 and all(layout.high != 1 or dim == 128 for layout, dim in sides)
     return (GLUON_TILES if gluon and knows_gluon(*GLUON_OF_TILES) else TILES)[rows > TILES[0].rows]
 
