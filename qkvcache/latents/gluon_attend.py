@@ -32,7 +32,7 @@ from ..kernels.attend.triton_attend import (
     place_of_program,
     tokens_of_split,
 )
-from ..kernels.attend.triton_tiles import _token_of
+from ..kernels.attend.triton_tiles import token_of
 from ..kernels.device.math import MASKED_SCORE, exp2, inverse, log2
 from ..kernels.device.scales import token_scale
 from ..kernels.device.unpack import HALF_PLANES, offset_of, plane_offset, unit_of, unpack
@@ -320,7 +320,7 @@ def _scales(X: gl.constexpr, D: gl.constexpr, ONCE: gl.constexpr, head, STRIDES:
     if X.scale == "none":
         return gl.full([T], 1.0, gl.float32, LAYOUT), gl.full([T], 0.0, gl.float32, LAYOUT)
     else:
-        token = _token_of(chosen, place, CHOSEN)
+        token = token_of(chosen, place, CHOSEN)
         entry = entry_of_token(table, t, place, entries, T, PAGE, BASE, CHOSEN)
         _, _, scales = page_of(X, D, ONCE, head, STRIDES, entry, 0)
         return token_scale(X, ONCE, scales, token % PAGE)

@@ -26,14 +26,14 @@ from ..kernels.attend.triton_attend import (
     tokens_of_split,
 )
 from ..kernels.attend.triton_tiles import (
-    _absorb,
-    _norm,
-    _page_of_tile,
-    _power,
-    _shown,
-    _stored,
-    _tile,
-    _token_of,
+    absorb,
+    dequantize,
+    largest_scale,
+    load_stored,
+    page_of_tile,
+    power_of,
+    shows,
+    token_of,
 )
 from ..kernels.device.math import MASKED_SCORE
 from ..kernels.device.unpack import unit_of
@@ -47,20 +47,20 @@ def _places(layout, dim: int):
 
 @triton.jit
 def _loaded(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, planes, slot, ARCH: tl.constexpr):
-    """What is stored of the tokens `slot`, int [T], at `planes`: numbers of `half`, [T, D], or as in `_stored`."""
+    """What is stored of the tokens `slot`, int [T], at `planes`: `half`, [T, D], or as in `load_stored`."""
     if X.kind == "half":
         return tl.load((planes[0] + slot * D)[:, None] + tl.arange(0, D)[None, :])
     else:
-        return _stored(X, ONCE, D, planes, slot, ARCH)
+        return load_stored(X, ONCE, D, planes, slot, ARCH)
 
 
 @triton.jit
 def _numbers(X: tl.constexpr, D: tl.constexpr, loaded, norm, ARCH: tl.constexpr):
-    """The numbers, [T, D], of what `_loaded` returned; arguments as in `_tile`."""
+    """The numbers, [T, D], of what `_loaded` returned; arguments as in `dequantize`."""
     if X.kind == "half":
         return loaded
     else:
-        return _tile(X, D, loaded, norm, ARCH)
+        return dequantize(X, D, loaded, norm, ARCH)
 
 
 @triton.jit
@@ -86,9 +86,9 @@ def _exact_tiles(
         s = tl.dot(q, tl.trans(c), input_precision="ieee")
         s = tl.dot(q_rope, tl.trans(r), s, input_precision="ieee") * scaling
         if MASK:
-            valid = valid & _shown(mask, column, mask_stride, valid)
+            valid = valid & shows(mask, column, mask_stride, valid)
         s = tl.where(valid[None, :] & (column[None, :] <= newest[:, None]), s, float("-inf"))
-        state = _absorb(state, s, tl.full([s.shape[0]], 1.0, tl.float32), c, ARCH)
+        state = absorb(state, s, tl.full([s.shape[0]], 1.0, tl.float32), c, ARCH)
     return state
 
 
@@ -279,14 +279,14 @@ def attend_latents_kernel(
             UNIT: tl.constexpr = CHOSEN if CHOSEN else PAGE
             k_head = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), K_STRIDES, b, h)
             v_head = head_of(V, V_ONCE, (v_planes[0], v_planes[1], v_planes[2]), V_STRIDES, b, h)
-            unit = tl.maximum(_norm(K, D, K_ONCE, k_head, K_STRIDES, table, chosen, low, high, PAGE, BASE, CHOSEN), unit)
-            rope_norm = _norm(V, P, V_ONCE, v_head, V_STRIDES, table, chosen, low, high, PAGE, BASE, CHOSEN)
-            factor *= unit * (unit_of(K) / _power(K))
-            rope_factor *= rope_norm * (unit_of(V) / _power(V))
+            unit = tl.maximum(largest_scale(K, D, K_ONCE, k_head, K_STRIDES, table, chosen, low, high, PAGE, BASE, CHOSEN), unit)
+            rope_norm = largest_scale(V, P, V_ONCE, v_head, V_STRIDES, table, chosen, low, high, PAGE, BASE, CHOSEN)
+            factor *= unit * (unit_of(K) / power_of(K))
+            rope_factor *= rope_norm * (unit_of(V) / power_of(V))
             place = tl.minimum(low + t, high - 1)
-            page = _page_of_tile(table, low, high, place, UNIT, BASE)
+            page = page_of_tile(table, low, high, place, UNIT, BASE)
             k_here, v_here = page_of(K, D, K_ONCE, k_head, K_STRIDES, page, 0), page_of(V, P, V_ONCE, v_head, V_STRIDES, page, 0)
-            here = _token_of(chosen, place, CHOSEN)
+            here = token_of(chosen, place, CHOSEN)
             stored = (_loaded(K, K_ONCE, D, k_here, here % PAGE, ARCH), _loaded(V, V_ONCE, P, v_here, here % PAGE, ARCH))
             for token in tl.range(low, high, T, num_stages=1):
                 c = _numbers(K, D, stored[0], unit, ARCH)
@@ -295,15 +295,15 @@ def attend_latents_kernel(
                 s += tl.dot(qr, tl.trans(rope), input_precision="ieee") * rope_factor[:, None] + center[:, None]
                 # The next tile, after the product: until then, the fence that hands tiles to it would wait for these loads.
                 place = tl.minimum(token + T + t, high - 1)
-                page = _page_of_tile(table, token + T, high, place, UNIT, BASE)
+                page = page_of_tile(table, token + T, high, place, UNIT, BASE)
                 k_here, v_here = page_of(K, D, K_ONCE, k_head, K_STRIDES, page, 0), page_of(V, P, V_ONCE, v_head, V_STRIDES, page, 0)
                 valid = token + t < high
-                here = _token_of(chosen, place, CHOSEN)
+                here = token_of(chosen, place, CHOSEN)
                 stored = (_loaded(K, K_ONCE, D, k_here, here % PAGE, ARCH), _loaded(V, V_ONCE, P, v_here, here % PAGE, ARCH))
                 if MASK and hides:
-                    valid = valid & _shown(mask, n_sinks + token + t, mask_t, valid)
+                    valid = valid & shows(mask, n_sinks + token + t, mask_t, valid)
                 s = tl.where(valid[None, :], s, float("-inf"))
-                state = _absorb(state, s, tl.full([R], 1.0, tl.float32), c, ARCH)
+                state = absorb(state, s, tl.full([R], 1.0, tl.float32), c, ARCH)
         m, l, acc = state
         PER: tl.constexpr = _places(K, D)[0]
         WORDS: tl.constexpr = _places(K, D)[1]
@@ -312,7 +312,7 @@ def attend_latents_kernel(
         if K.kind != "half":
             word = d // (4 * PER) % (WORDS // 8) * 8 + d // HALF * 4 + d // (2 * PER) % 2 * 2 + d % 2
             place = d // 2 % PER * WORDS + word  # plane after plane, as `reduce_kernel` reads them
-        tl.store(out + place[None, :], acc * (unit * (unit_of(K) / _power(K))), mask=live[:, None])
+        tl.store(out + place[None, :], acc * (unit * (unit_of(K) / power_of(K))), mask=live[:, None])
     entry = (panel * splits + split) * R + tl.arange(0, R)
     tl.store(tops + entry * 2, m)
     tl.store(tops + entry * 2 + 1, l)

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ..device.scales import group_scales_of_word, scale_of_word
 from .triton_attend import entry_of, exact_columns, page_of
-from .triton_tiles import _token_of
+from .triton_tiles import token_of
 
 # Triton 3.6 has the former names, 3.7 another barrier, 3.9 another copy.
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
@@ -98,7 +98,7 @@ def copy_tile(X: gl.constexpr, D: gl.constexpr, head, STRIDES: gl.constexpr, cod
     w = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
     place = gl.minimum(begin + t, end - 1)
     if PAGES == 0:
-        slot = _token_of(chosen, place, CHOSEN) % PAGE
+        slot = token_of(chosen, place, CHOSEN) % PAGE
     else:  # of `place`, at fewer instructions; where the second page has no token, the last one is in the first
         last = end - 1 - begin
         of_page = gl.where(t < PAGE, last, gl.where(last < PAGE, last, last - PAGE))
@@ -140,7 +140,7 @@ def copy_scales(X: gl.constexpr, D: gl.constexpr, ONCE: gl.constexpr, head, STRI
     EACH: gl.constexpr = 1 if WORDS else 2
     t = gl.arange(0, T // EACH, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) * EACH
     place = gl.minimum(begin + t, end - 1)
-    slot = _token_of(chosen, place, CHOSEN) % PAGE * (1 - ONCE)
+    slot = token_of(chosen, place, CHOSEN) % PAGE * (1 - ONCE)
     _, _, scales = page_of(X, D, ONCE, head, STRIDES, entry_of_token(table, t, place, entries, T, PAGE, BASE, CHOSEN), 0)
     words = scales.to(tl.pointer_type(tl.int32))
     for i in gl.static_range(max(WORDS, 1)):

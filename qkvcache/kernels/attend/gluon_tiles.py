@@ -51,7 +51,7 @@ from .triton_attend import (
     place_of_program,
     tokens_of_split,
 )
-from .triton_tiles import LARGEST_ZERO, _power, _token_of
+from .triton_tiles import LARGEST_ZERO, power_of, token_of
 
 PRODUCERS, PRODUCERS_REGISTERS = gl.constexpr(4), gl.constexpr(104)
 """Warps that dequantize, and the registers of each of their threads."""
@@ -182,7 +182,7 @@ def _scale_of_plane(X: gl.constexpr, by_group, i: gl.constexpr, T: gl.constexpr,
 @gluon.jit
 def _dequantize(X: gl.constexpr, D: gl.constexpr, into, codes, high, scales, stage, unscale, live, ARCH: gl.constexpr):
     """Dequantizes the words `codes` and `high`, shared [T, words], to `into`, shared fp16 [T, D], in units of `unit_of(X) / unscale`.
-    `scales`, `stage`: as in `scales_of_tile`; only the first `live` tokens have any: the others are 0. `unscale`: `_power(X)` divided by
+    `scales`, `stage`: as in `scales_of_tile`; only the first `live` tokens have any: the others are 0. `unscale`: `power_of(X)` divided by
     the result of `_norm`."""
     T: gl.constexpr = codes.shape[0]
     WORDS: gl.constexpr = codes.shape[1]
@@ -207,7 +207,7 @@ def _dequantize(X: gl.constexpr, D: gl.constexpr, into, codes, high, scales, sta
         factor = gl.where(exists, scale * unscale, 0.0).to(gl.float16)
         offset: gl.constexpr = 0.0 if X.kind == "int2" else offset_of(X)  # each plane of int2 has its own
         if X.scale == "pair":
-            start = gl.where(exists, zero * (unscale * (1.0 / _power(X))), 0.0) - offset * factor.to(gl.float32)
+            start = gl.where(exists, zero * (unscale * (1.0 / power_of(X))), 0.0) - offset * factor.to(gl.float32)
         else:
             start = factor.to(gl.float32) * -(offset + zero)
         start = start.to(gl.float16)
@@ -222,7 +222,7 @@ def _dequantize(X: gl.constexpr, D: gl.constexpr, into, codes, high, scales, sta
 @gluon.jit
 def _norm(X: gl.constexpr, D: gl.constexpr, ONCE: gl.constexpr, head, STRIDES: gl.constexpr, table, chosen, low, high,
           PAGE: gl.constexpr, BASE: gl.constexpr, CHOSEN: gl.constexpr):  # fmt: skip
-    """`triton_tiles._norm`, whose tensors have no layouts."""
+    """`triton_tiles.largest_scale`, whose tensors have no layouts."""
     if X.group > 0:
         return 1.0
     else:
@@ -233,7 +233,7 @@ def _norm(X: gl.constexpr, D: gl.constexpr, ONCE: gl.constexpr, head, STRIDES: g
             place = gl.minimum(at + i, high - 1)
             entry = entry_of(table, place, place >= 0, CHOSEN if CHOSEN else PAGE, BASE)
             _, _, here = page_of(X, D, ONCE, head, STRIDES, entry, 0)
-            scale, zero = token_scale(X, ONCE, here, _token_of(chosen, place, CHOSEN) % PAGE)
+            scale, zero = token_scale(X, ONCE, here, token_of(chosen, place, CHOSEN) % PAGE)
             if X.scale == "pair":
                 scale = gl.maximum(scale, gl.maximum(zero, -zero) / LARGEST_ZERO)
             most = gl.maximum(most, gl.where(scale < 1e30, scale, 0.0))
@@ -282,7 +282,7 @@ def _queries(K: gl.constexpr, D: gl.constexpr, TURN: gl.constexpr, query, rows, 
         mean = gl.convert_layout(gl.load(center + channel), gl.SliceLayout(0, LAYOUT))
         q_center = gl.sum(x * mean[None, :], 1) * factor
     largest = gl.maximum(gl.max(gl.maximum(x, -x), 1), 1e-30)
-    factor *= largest * (unit_of(K) / _power(K))
+    factor *= largest * (unit_of(K) / power_of(K))
     q.store((x / largest[:, None]).to(gl.float16))
     return factor, q_center
 
@@ -441,7 +441,7 @@ def _attend(
         if MASK:
             if hides:
                 place = gl.minimum(token + t, high - 1)
-                shown = gl.load(mask + (n_sinks + _token_of(blocks, place, STEP)) * mask_t)
+                shown = gl.load(mask + (n_sinks + token_of(blocks, place, STEP)) * mask_t)
                 s = _hidden(s, (shown != 0).to(gl.int32))
         w, m, l, shrink = _weights(m, l, s, of_tile, ARCH)
         p = gl.convert_layout(w.to(gl.float16), gl.DotOperandLayout(0, OUTPUT, 2))
@@ -593,9 +593,9 @@ def attend_tiles_kernel(
             barrier()
             CENTERED: gl.constexpr = K.centered
             CAP: gl.constexpr = 0.0 if SOFTCAP is None else SOFTCAP
-            pages = k_head, v_head, table, blocks, _power(K) / k_norm, _power(V) / v_norm
+            pages = k_head, v_head, table, blocks, power_of(K) / k_norm, power_of(V) / v_norm
             seen = mask, mask_t, n_sinks, hides, blocks
-            results = part, tops, entry, live_rows, v_norm * (unit_of(V) / _power(V))
+            results = part, tops, entry, live_rows, v_norm * (unit_of(V) / power_of(V))
             gl.warp_specialize(
                 [
                     (_attend, (q, (keys, values), low, high, seen, results, CENTERED, CAP, MASK, ARCH, STEP)),

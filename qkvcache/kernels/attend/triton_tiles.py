@@ -4,7 +4,7 @@ One program reads one split of the tokens of one (sequence, KV head) for a block
 (queries times the query heads of a group). Query rows are the rows of both products. A tile of tokens is
 dequantized once, to fp16 in shared memory, for all rows of the block, scale and all: for so many rows that is
 cheaper than scaling scores and weights, as `triton_attend.py` does for few. fp32 scales are divided by the
-largest scale of the split (`_norm`), so that fp16 holds the numbers; scores and outputs are multiplied by it.
+largest scale of the split (`largest_scale`), so that fp16 holds the numbers; scores and outputs are multiplied by it.
 
 Splits of the quantized region, and the exact tokens as one more, leave partial outputs in the order of
 `triton_attend.py`, which `triton_join.py` joins. All exponents are base 2.
@@ -43,7 +43,7 @@ LARGEST_ZERO = tl.constexpr(64.0)
 
 
 @triton.constexpr_function
-def _power(layout):
+def power_of(layout):
     """Factor on relative scales: bytes of tables are subnormal fp16 numbers."""
     return 2.0**15 if layout.kind.startswith("lut") else 1.0
 
@@ -76,7 +76,7 @@ def _plane_by_plane(X: tl.constexpr, x):
 
 @triton.jit
 def _interleaved(planes, T: tl.constexpr, WORDS: tl.constexpr, PER: tl.constexpr):
-    """A tuple of PER planes [T, WORDS] as one tile [T, WORDS * PER], its channels in the order of `_reordered`."""
+    """PER planes [T, WORDS], a tuple, as one tile [T, WORDS * PER], channels in the order of `_reordered`."""
     if PER == 2:
         x = tl.join(planes[0], planes[1])
         x = tl.permute(tl.reshape(x, [T, WORDS // 8, 2, 2, 2, 2]), (0, 2, 1, 3, 5, 4))
@@ -91,7 +91,7 @@ def _interleaved(planes, T: tl.constexpr, WORDS: tl.constexpr, PER: tl.constexpr
 
 
 @triton.jit
-def _token_of(blocks, place, BLOCK: tl.constexpr):
+def token_of(blocks, place, BLOCK: tl.constexpr):
     """The tokens at `place`, int [T], among those that are read: their indices in the row's pages."""
     if BLOCK:
         return tl.load(blocks + place // BLOCK) * BLOCK + place % BLOCK
@@ -100,7 +100,7 @@ def _token_of(blocks, place, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _norm(
+def largest_scale(
     X: tl.constexpr,
     D: tl.constexpr,
     ONCE: tl.constexpr,
@@ -126,7 +126,7 @@ def _norm(
             place = tl.minimum(at + i, high - 1)
             entry = entry_of(table, place, place >= 0, BLOCK if BLOCK else PAGE, BASE)
             _, _, here = page_of(X, D, ONCE, planes, strides, entry, 0)
-            scale, zero = token_scale(X, ONCE, here, _token_of(blocks, place, BLOCK) % PAGE)
+            scale, zero = token_scale(X, ONCE, here, token_of(blocks, place, BLOCK) % PAGE)
             if X.scale == "pair":
                 scale = tl.maximum(scale, tl.abs(zero) / LARGEST_ZERO)
             most = tl.maximum(most, tl.where(scale < 1e30, scale, 0.0))  # a token that is not finite must not spoil the others
@@ -134,7 +134,7 @@ def _norm(
 
 
 @triton.jit
-def _page_of_tile(table, begin, high, place, PAGE: tl.constexpr, BASE: tl.constexpr):
+def page_of_tile(table, begin, high, place, PAGE: tl.constexpr, BASE: tl.constexpr):
     """The entries of the pages of a tile's tokens `place`, int [T], from `begin` on and below `high`: one, or
     [T] where tiles are longer than pages."""
     if place.shape[0] <= PAGE:
@@ -160,8 +160,8 @@ def _scales_of_plane(X: tl.constexpr, WORDS: tl.constexpr, by_group, i: tl.const
 
 
 @triton.jit
-def _stored(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, planes, slot, ARCH: tl.constexpr):
-    """Load the stored planes of the tokens `slot`, int [T], of one head, in the form that `_tile` takes:
+def load_stored(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, planes, slot, ARCH: tl.constexpr):
+    """Load the stored planes of the tokens `slot`, int [T], of one head, in the form that `dequantize` takes:
     codes, two words as one int32 [T, words / 2]; then high bits, if X.high, likewise where codes have two,
     else int16 [T, words]; then the scales of groups, or scale and zero of tokens.
 
@@ -190,9 +190,9 @@ def _words(pairs):
 
 
 @triton.jit
-def _tile(X: tl.constexpr, D: tl.constexpr, stored, norm, ARCH: tl.constexpr):
-    """Convert the result of `_stored` to numbers: fp16 [T, D], in units of `unit_of(X) * norm / _power(X)`,
-    the channels in the order of `_reordered`. `norm`: fp32, from `_norm`."""
+def dequantize(X: tl.constexpr, D: tl.constexpr, stored, norm, ARCH: tl.constexpr):
+    """The numbers in the result of `load_stored`: fp16 [T, D], in units of `unit_of(X) * norm / power_of(X)`,
+    the channels in the order of `_reordered`. `norm`: fp32, from `largest_scale`."""
     T: tl.constexpr = stored[0].shape[0]
     WORDS: tl.constexpr = D // X.per
     KIND: tl.constexpr = X.kind
@@ -219,7 +219,7 @@ def _tile(X: tl.constexpr, D: tl.constexpr, stored, norm, ARCH: tl.constexpr):
                 levels = levels + ((planes[i] - offset_of(X) * plane_offset(X, i)).to(tl.float16),)
             planes, offset = levels, 0.0
         inverse_norm = 1.0 / norm
-        factor = (scale * (_power(X) * inverse_norm)).to(tl.float16)
+        factor = (scale * (power_of(X) * inverse_norm)).to(tl.float16)
         if X.scale == "pair":
             start = zero * inverse_norm - offset * factor.to(tl.float32)
         else:
@@ -230,7 +230,7 @@ def _tile(X: tl.constexpr, D: tl.constexpr, stored, norm, ARCH: tl.constexpr):
 
 
 @triton.jit
-def _absorb(state, u, factor, v, ARCH: tl.constexpr):
+def absorb(state, u, factor, v, ARCH: tl.constexpr):
     """Adds one tile to `state`: running maximum and normaliser, fp32 [R] each, and output, fp32 [R, DV]. Returns it.
 
     u   scores, fp32 [R, T], to base 2 once multiplied by `factor`, fp32 [R]         v   values [T, DV]
@@ -244,7 +244,7 @@ def _absorb(state, u, factor, v, ARCH: tl.constexpr):
 
 
 @triton.jit
-def _shown(mask, column, mask_stride, valid):
+def shows(mask, column, mask_stride, valid):
     """Whether `mask`, uint8 with columns `mask_stride` apart, shows the columns `column`, int [T], which are read where `valid`, bool [T]:
     bool [T].
 
@@ -259,27 +259,27 @@ def _region_tile(
     SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr,
     state, stored, queries, k_planes, k_norm, v_planes, v_norm, next_slot, valid, mask, mask_stride, column, hides,
 ):  # fmt: skip
-    """Adds a tile, of which `stored` holds keys and values (`_stored`), to `state` (`_absorb`). Returns the
+    """Adds a tile, whose keys and values `stored` holds (`load_stored`), to `state` (`absorb`). Returns the
     new state and what is stored of the tokens `next_slot`, int [T]; with TAIL there are none.
 
-    queries   as `_queries` returns them, the factor times the factor of the tile; k_planes: as in `_stored`; k_norm: as in `_tile`
+    queries   as `_queries` returns them, the factor times the factor of the tile; k_planes: as in `load_stored`; k_norm: as in `dequantize`
     valid     bool [T], which tokens there are; column: int [T], columns of the mask, read with MASK if it `hides` any
     """
     q, factor, q_center = queries
-    k = _tile(K, D, stored[0], k_norm, ARCH)
-    v = _tile(V, DV, stored[1], v_norm, ARCH)
+    k = dequantize(K, D, stored[0], k_norm, ARCH)
+    v = dequantize(V, DV, stored[1], v_norm, ARCH)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     # After the product: until then, the fence that hands tiles to it would wait for these loads.
     if not TAIL:
-        stored = _stored(K, K_ONCE, D, k_planes, next_slot, ARCH), _stored(V, V_ONCE, DV, v_planes, next_slot, ARCH)
+        stored = load_stored(K, K_ONCE, D, k_planes, next_slot, ARCH), load_stored(V, V_ONCE, DV, v_planes, next_slot, ARCH)
     if SOFTCAP is not None:
         s = capped(s * factor[:, None] + q_center[:, None], SOFTCAP, ARCH)
         factor = tl.full(factor.shape, 1.0, tl.float32)
     if TAIL:
         s = tl.where(valid[None, :], s, float("-inf"))
     if MASK and hides:
-        s = tl.where(_shown(mask, column, mask_stride, valid)[None, :], s, float("-inf"))
-    return _absorb(state, s, factor, v, ARCH), stored
+        s = tl.where(shows(mask, column, mask_stride, valid)[None, :], s, float("-inf"))
+    return absorb(state, s, factor, v, ARCH), stored
 
 
 @triton.jit
@@ -287,7 +287,7 @@ def _exact_tiles(
     D: tl.constexpr, DV: tl.constexpr, T: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, RING: tl.constexpr,
     state, q, factor, keys, key_stride, values, value_stride, tokens, start, newest, mask, mask_stride, oldest_slot, count,
 ):  # fmt: skip
-    """Adds tokens in the model's dtype to `state` (`_absorb`) and returns it.
+    """Adds tokens in the model's dtype to `state` (`absorb`) and returns it.
 
     q        [R, D] model dtype; `factor` of its scores, fp32 [R]
     keys     [tokens, D], a token `key_stride` elements from the next; values [tokens, DV]: value_stride
@@ -304,10 +304,10 @@ def _exact_tiles(
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * factor[:, None]
         s = capped(s, SOFTCAP, ARCH)
         if MASK:
-            valid = valid & _shown(mask, column, mask_stride, valid)
+            valid = valid & shows(mask, column, mask_stride, valid)
         s = tl.where(valid[None, :] & (column[None, :] <= newest[:, None]), s, MASKED_SCORE)
         v = tl.load(values + at[:, None] * value_stride + e[None, :], mask=(at < tokens)[:, None], other=0.0)
-        state = _absorb(state, s, tl.full(factor.shape, 1.0, tl.float32), v, ARCH)
+        state = absorb(state, s, tl.full(factor.shape, 1.0, tl.float32), v, ARCH)
     return state
 
 
@@ -330,7 +330,7 @@ def _queries(
     if K.centered:
         q_center = tl.sum(x.to(tl.float32) * tl.load(center + d)[None, :], 1) * factor
     largest = tl.maximum(tl.max(tl.abs(x.to(tl.float32)), 1), 1e-30)
-    factor *= largest * (unit_of(K) / _power(K))
+    factor *= largest * (unit_of(K) / power_of(K))
     return _reordered(K, (x.to(tl.float32) / largest[:, None]).to(tl.float16)), factor, q_center
 
 
@@ -444,26 +444,26 @@ def attend_tiles_kernel(
             UNIT: tl.constexpr = STEP if STEP else PAGE
             k_head = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), K_STRIDES, b, h)
             v_head = head_of(V, V_ONCE, (v_planes[0], v_planes[1], v_planes[2]), V_STRIDES, b, h)
-            k_norm = _norm(K, D, K_ONCE, k_head, K_STRIDES, table, blocks, low, high, PAGE, BASE, STEP)
-            unit = tl.maximum(_norm(V, DV, V_ONCE, v_head, V_STRIDES, table, blocks, low, high, PAGE, BASE, STEP), unit)
+            k_norm = largest_scale(K, D, K_ONCE, k_head, K_STRIDES, table, blocks, low, high, PAGE, BASE, STEP)
+            unit = tl.maximum(largest_scale(V, DV, V_ONCE, v_head, V_STRIDES, table, blocks, low, high, PAGE, BASE, STEP), unit)
             queries_here = q, tl.maximum(factor * k_norm, 1e-37), q_center  # no factor of 0: what is hidden stays hidden
             whole = low + (high - low) // T * T
             place = tl.minimum(low + t, high - 1)
-            page = _page_of_tile(table, low, high, place, UNIT, BASE)
+            page = page_of_tile(table, low, high, place, UNIT, BASE)
             k_here, v_here = (
                 page_of(K, D, K_ONCE, k_head, K_STRIDES, page, 0),
                 page_of(V, DV, V_ONCE, v_head, V_STRIDES, page, 0),
             )
-            here = _token_of(blocks, place, STEP)
-            tiles = (_stored(K, K_ONCE, D, k_here, here % PAGE, ARCH), _stored(V, V_ONCE, DV, v_here, here % PAGE, ARCH))
+            here = token_of(blocks, place, STEP)
+            tiles = (load_stored(K, K_ONCE, D, k_here, here % PAGE, ARCH), load_stored(V, V_ONCE, DV, v_here, here % PAGE, ARCH))
             for token in tl.range(low, whole, T, num_stages=1):
                 place = tl.minimum(token + T + t, high - 1)
-                page = _page_of_tile(table, token + T, high, place, UNIT, BASE)
+                page = page_of_tile(table, token + T, high, place, UNIT, BASE)
                 k_here, v_here = (
                     page_of(K, D, K_ONCE, k_head, K_STRIDES, page, 0),
                     page_of(V, DV, V_ONCE, v_head, V_STRIDES, page, 0),
                 )
-                following = _token_of(blocks, place, STEP)
+                following = token_of(blocks, place, STEP)
                 column = n_sinks + token + t
                 if STEP:
                     column = n_sinks + here
@@ -473,7 +473,7 @@ def attend_tiles_kernel(
                 )  # fmt: skip
                 here = following
             if whole < high:
-                here = _token_of(blocks, tl.minimum(whole + t, high - 1), STEP)
+                here = token_of(blocks, tl.minimum(whole + t, high - 1), STEP)
                 state, tiles = _region_tile(
                     K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, tiles, queries_here, k_here, k_norm, v_here, unit,
                     here % PAGE, whole + t < high, mask, mask_t, n_sinks + here, hides,
@@ -481,6 +481,6 @@ def attend_tiles_kernel(
         m, l, acc = state
         if SOFTCAP is None:
             m += q_center
-        tl.store(out, _plane_by_plane(V, acc * (unit * (unit_of(V) / _power(V)))), mask=live[:, None])
+        tl.store(out, _plane_by_plane(V, acc * (unit * (unit_of(V) / power_of(V)))), mask=live[:, None])
     tl.store(tops + (entry + out_row) * 2, m, mask=live)
     tl.store(tops + (entry + out_row) * 2 + 1, l, mask=live)
