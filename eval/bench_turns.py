@@ -7,9 +7,8 @@
 turns      a Llama of 8 layers of the 8B shape in bf16 holds the past and reads new tokens at once, `model(ids, cache=cache)`.
            Milliseconds by the clock, the best of four turns; the first turn, with all that it compiles, and the longest of the others are
            in the rows too. 32 new tokens are a chunk of `qkvcache eval`. Peak memory is what is allocated beside the weights and the cache.
-attention  one layer's attention of new tokens over the past and themselves, GPU time, beside the best bf16 attention of torch: flash, cuDNN
-           and memory-efficient attention, each with the heads of a group as rows or told of the groups, without a mask, over as many
-           tokens.
+attention  one layer's attention of new tokens over the past and themselves, GPU time, beside the best bf16 attention of torch: flash and
+           cuDNN, each with the heads of a group as rows or told of the groups, without a mask, over as many tokens.
 prefix     time to the first token of a prompt of 32,768 stored tokens and 256 others: with a `PrefixStore`, and computed.
 """
 
@@ -21,12 +20,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+from bench_kernels import sdpa_us
 from gpu import bf16, fill, let_go, milliseconds, queued_us, random_llama
 from harness import Table, grouped, in_time, note, outcome, parser_of, picture, run_or_show
 from palette import format_color
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -45,11 +43,6 @@ QUERIES = (8, 16, 32, 64, 128, 512, 2048, 8192)
 DENSE, SDPA = "DynamicCache", "best SDPA"
 FORMATS = ("int8", "fp8", "turboquant_4bit_nc")
 CACHES = (DENSE, "int8", "turboquant_4bit_nc", "int8, max_length")
-BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
 AFTER = 256
 """Tokens after a stored prefix."""
 
@@ -76,27 +69,6 @@ def turn(model: PreTrainedModel, name: str, rows: int, queries: int) -> dict:
     return {"ms": min(times), "first_ms": first, "longest_ms": max(others), "peak_bytes": peak}
 
 
-def dense_attention(rows: int, queries: int, config: LlamaConfig) -> dict:
-    """The fastest of torch's, of any backend and grouping."""
-    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    key, value = (bf16(rows, kv_heads, PAST + queries, dim) for _ in "kv")
-    query = bf16(rows, heads, queries, dim)
-    found = {}
-    for name, backend in BACKENDS.items():
-        for grouping, shaped, options in (
-            ("heads as rows", query.view(rows, kv_heads, heads // kv_heads * queries, -1), {}),
-            ("enable_gqa", query, {"enable_gqa": True}),
-        ):
-            try:
-                with sdpa_kernel(backend):
-                    call = lambda q=shaped, o=options: F.scaled_dot_product_attention(q, key, value, **o)  # noqa: E731
-                    found[f"{name}, {grouping}"] = queued_us(call)
-            except RuntimeError:
-                continue  # this backend does not serve this grouping
-    best = min(found, key=found.__getitem__)
-    return {"backend": best, "us": found[best]}
-
-
 def causal_step(format: str, rows: int, queries: int, config: LlamaConfig, past: int = PAST) -> Callable[[], Tensor]:
     """The attention of new tokens over a past and themselves, on the path that a cache takes."""
     cache = CompressedCache(config, format=format)
@@ -114,7 +86,9 @@ def causal_step(format: str, rows: int, queries: int, config: LlamaConfig, past:
 
 def attention(model: PreTrainedModel, name: str, rows: int, queries: int) -> dict:
     if name == SDPA:
-        return dense_attention(rows, queries, model.config)
+        config = model.config
+        sizes = rows, config.num_attention_heads, config.num_key_value_heads, PAST + queries, config.head_dim, queries
+        return dict(zip(("us", "backend"), sdpa_us(*sizes), strict=True))
     return {"us": queued_us(causal_step(name, rows, queries, model.config))}
 
 

@@ -533,7 +533,7 @@ def look(cubin: bytes) -> Look:
         )
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     assert found, usage
-    after_waits = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1 ;\s*/\*\w+\*/\s+([A-Z.]+)", code)
+    after_waits = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1 ;\s*/\*\w+\*/\s+(\S+)", code)
     return Look(*map(int, found.groups()), max(_loops(code), key=len, default=[]), after_waits)
 
 

@@ -47,7 +47,7 @@ def _places(layout, dim: int):
 
 @triton.jit
 def _loaded(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, planes, slot, ARCH: tl.constexpr):
-    """What is stored of the tokens `slot`, int [T], at `planes`: `half`, [T, D], or as in `load_stored`."""
+    """The tokens `slot`, int [T], as stored at `planes`: numbers of `half`, [T, D], or as in `load_stored`."""
     if X.kind == "half":
         return tl.load((planes[0] + slot * D)[:, None] + tl.arange(0, D)[None, :])
     else:

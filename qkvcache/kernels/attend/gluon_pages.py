@@ -53,15 +53,16 @@ _ZERO = gl.constexpr("mov.u32 $0, %lanemask_eq; popc.b32 $0, $0; sub.u32 $0, $0,
 
 
 @gluon.jit
-def by_lane(table, like):
-    """`table`, whose entries are loaded by each lane. What all lanes load from one address is moved to registers that they share, and the
-    move waits for the load. `like`: any int32."""
-    return table + gl.inline_asm_elementwise(_ZERO, "=r,r", [like], dtype=gl.int32, is_pure=False, pack=1)
+def by_lane(table):
+    """`table`, whose entries each lane loads. What all lanes load from one address is moved to registers that they share, and the move
+    waits for the load."""
+    return table + gl.inline_asm_elementwise(_ZERO, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def entries_of_tile(table, begin, end, T: gl.constexpr, PAGE: gl.constexpr, CHOSEN: gl.constexpr):
-    """What the table has for the pages of the tile from the token `begin` on, or of the last token before `end`: a tuple, int64."""
+    """The numbers in `table`, int64, of the pages of the tile that begins with the token `begin`, as a tuple. Tokens from `end` on count as
+    the last one."""
     PAGES: gl.constexpr = pages_of_tile(T, PAGE, CHOSEN)
     first = gl.minimum(begin, end - 1)
     if PAGES == 0:

@@ -344,7 +344,7 @@ def _produce(
     """
     keys, values = tiles
     k_head, v_head, table, blocks, k_unscale, v_unscale = pages
-    table = by_lane(table, low)
+    table = by_lane(table)
     K: gl.constexpr = KEYS.layout
     V: gl.constexpr = VALUES.layout
     D: gl.constexpr = KEYS.dim
@@ -422,12 +422,12 @@ def _attend(
     m, l, acc = _nothing(R, T, DV)
     t = gl.arange(0, T, gl.SliceLayout(0, SCORES))
     zeros = gl.full([R, T], 0.0, gl.float32, SCORES)
-    group = gl.inline_asm_elementwise(_GROUP, "=r,r", [low], dtype=gl.int32, is_pure=False, pack=1)
+    group = gl.inline_asm_elementwise(_GROUP, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     _wait(HAS_KEYS + group, OF_TILE)
     s = warpgroup_mma_wait(0, deps=(warpgroup_mma(q, keys.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True),))
-    tile = low * 0
-    _arrive(FREE + 1 - tile, OF_STEP)
+    _arrive(FREE + 1, OF_STEP)
     unfinished = warpgroup_mma_init(acc)
+    tile = low * 0
     for token in range(low, high, T):
         of_tile = factor
         if CAP != 0:
