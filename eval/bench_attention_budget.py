@@ -55,7 +55,7 @@ def requests(name: str, rows: int, shortest: int, longest: int) -> list[PagedInp
     columns[:, columns_of.RING_TOKENS], columns[:, columns_of.LENGTH] = RING, torch.tensor(lengths, device=table.device)
     zones = [(bf16(rows, KV_HEADS, n, DIM), bf16(rows, KV_HEADS, n, DIM)) for n in (SINKS, RING)]
     own = replace(one.pages, table=table, lengths=columns[:, columns_of.LENGTH])
-    return [PagedInputs(own, *zones, columns, longest, Work(splits=split_rows(own.lengths, longest, KV_HEADS)))] * 2
+    return [PagedInputs(own, *zones, columns, longest, Work(splits=split_rows(own.lengths, longest, own.codecs, KV_HEADS, DIM)))] * 2
 
 
 def chain(name: str, rows: int, tokens: int, budget: int, shortest: int | None, queries: int) -> dict[str, float]:

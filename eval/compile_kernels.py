@@ -40,7 +40,7 @@ from qkvcache.formats.rotation import rotation_block  # noqa: E402
 from qkvcache.kernels.attend import gluon_tiles, triton_tiles
 from qkvcache.kernels.attend.launches import GLUON_TILES, OF_SHARED, Launch, launched, launched_in_tiles
 from qkvcache.kernels.attend.triton_attend import attend_kernel
-from qkvcache.kernels.attend.triton_join import reduce_kernel, rotate_kernel
+from qkvcache.kernels.attend.triton_join import joining, reduce_kernel, rotate_kernel
 from qkvcache.kernels.host.tables import Side
 from qkvcache.kernels.pages import BLOCK  # noqa: E402
 from qkvcache.kernels.store import triton_dequantize, triton_store
@@ -253,19 +253,18 @@ def _not_rotated(how: PackedLayout) -> PackedLayout:
     return dataclasses.replace(how, rotation=0)
 
 
-def joining(format: str, head_dim: int, target: str) -> Job:
+def joins(format: str, head_dim: int, target: str, splits: int = 25) -> Job:
     value = FORMATS[format].value.packed_layout
     assert value
     types: dict[str, str | Types] = dict.fromkeys(("part", "tops", "signs", "center", "lse"), "*fp32")  # type: ignore[assignment]
     types |= {"sinks": "*bf16", "out": "*bf16", "firsts": "*i32", "shares": "*i32", "out_strides": ("i32",) * 3}
     block = rotation_block(head_dim) if value.rotated else 1
     constants = {
-        "V": value, "DV": head_dim, "C": triton.next_power_of_2(head_dim) if value.rotated else 32, "G": 4,
-        "R": 8 if TARGETS[target].backend == "cuda" else 16, "S": 32, "SINKS": True, "EXACT": True, "TURN": block**-0.5,
-        "STAGES": block.bit_length() - 1, "ITEMS": 3, "SHARED": OF_SHARED.rows,
-    }  # fmt: skip
-    warps = (8 if head_dim > 256 else 4) if value.rotated else 1
-    return Job(f"reduce {format} {head_dim}", reduce_kernel, types, constants, target, {"num_warps": warps})
+        "V": value, "DV": head_dim, "G": 4, "R": 8 if TARGETS[target].backend == "cuda" else 16, "SINKS": True, "EXACT": True,
+        "TURN": block**-0.5, "STAGES": block.bit_length() - 1, "ITEMS": 3, "SHARED": OF_SHARED.rows,
+    } | joining(8, splits, triton.next_power_of_2(head_dim))  # fmt: skip
+    warps = constants.pop("num_warps")
+    return Job(f"reduce {format} {head_dim}, {splits} splits", reduce_kernel, types, constants, target, {"num_warps": warps})
 
 
 def rotating(head_dim: int, target: str) -> Job:
@@ -433,7 +432,7 @@ def jobs(everything: bool) -> Iterator[Job]:
                 continue
             yield from (attention(format, 128, target, variant) for variant in ("items", "shared items", "blocks"))
             yield scoring(format, 128, target)
-            if (halves := FORMATS[format].in_halves()).name not in formats:
+            if (halves := FORMATS[format].in_halves()).name in FORMATS.keys() - {*formats}:
                 yield attention(halves.name, 128, target)
             if format != "identity":
                 yield attention_in_tiles(format, 128, target, 128)
@@ -469,9 +468,8 @@ def jobs(everything: bool) -> Iterator[Job]:
                 yield from (attention_in_tiles(format, 64, target, rows) for rows in (64, 128))
             yield from (attention(format, 128, target, "store") for format in ("int8", "turboquant_4bit_nc"))
             yield from (summing(format, 128, target, "store") for format in ("identity", "int8", "turboquant_4bit_nc"))
-            yield joining("int8", 128, target)
-            yield joining("int4_vllm", 128, target)
-            yield joining("int4_vllm", 512, target)
+            yield from (joins(format, 128, target, splits) for format in ("int8", "hadaquant_k2v2") for splits in (2, 25, 64))
+            yield joins("int4_vllm", 512, target)
             yield rotating(96, target)
             yield from (arriving(*sizes, target) for sizes in ((80, 32), (256, 16)))
             yield rotary(128, target, interleaved=True)

@@ -264,7 +264,8 @@ def step_of_table(table: Tensor, layout: BlockLayout, shares: bool) -> BatchStep
 
 
 def _rows_of(table: Tensor, max_length: int, layout: BlockLayout, shares: bool, at: slice | Tensor | None = None) -> Rows:
-    splits = split_rows(table[:, LENGTH], max_length, layout.heads, table[:, SHARES:HEADER] if shares else None)
+    shared = table[:, SHARES:HEADER] if shares else None
+    splits = split_rows(table[:, LENGTH], max_length, layout.codecs, layout.heads, layout.head_dim, shared)
     return Rows(table[:, : len(COLUMNS)], table[:, HEADER:], max_length, splits, at)
 
 

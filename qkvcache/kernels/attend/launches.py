@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...formats.base import PackedLayout
+from ...formats.base import Codec, PackedLayout
 from ..paged_inputs import PagedInputs
 from ..segments import layout_of
 from ..work import LEAST_SPLIT, MOST_SPLITS
@@ -25,7 +25,7 @@ class Launch:
     whether it is the kernel for many rows, `attend_tiles_kernel`."""
 
     tile: int = 32
-    stages: int = 2
+    stages: int = 3
     registers: int | None = 168
     programs: int = 12
     warps: int = 1
@@ -34,19 +34,25 @@ class Launch:
 
 
 LAUNCHES = {
-    **{("lut4", kind): Launch(stages=3) for kind in ("int4", "lut4")},
-    ("int2", "int2"): Launch(stages=3),
-    ("int8", "int4"): Launch(64, 3, None, 24),
-    **{(kind, kind): Launch(64, 3, None) for kind in ("half", "int8", "uint8", "e4m3", "e5m2")},
-    ("int8_halves", "int8"): Launch(64, 3, None),
+    **{kinds: Launch(64, 3, None, 8) for kinds in (("lut4", "int4"), ("lut4", "lut4"), ("lut4", "lut3"), ("int2", "int2"), ("int8", "int4"))},
+    **{(kind, kind): Launch(64, 3, None, 6) for kind in ("int8", "uint8", "e4m3", "e5m2")},
+    ("int8_halves", "int8"): Launch(64, 3, None, 6),
+    ("half", "half"): Launch(64, 3, None),
 }
-"""Launches by the kinds of keys and values, where `Launch()` is not the best measured on an H100, at 8 x 32,768 tokens."""
-WIDE = Launch(registers=None)
+"""Launches by the kinds of keys and values, where `Launch()` is not the best measured on an H200, at 8 x 32,768 tokens."""
+NARROW = {
+    **{kinds: Launch(64) for kinds in (("lut4", "int4"), ("lut4", "lut4"), ("int2", "int2"), ("e2m1", "e2m1"))},
+    ("lut3", "lut3"): Launch(stages=2),
+}
+"""These launches where they differ for head_dim up to 64."""
+WIDE = Launch(stages=2, registers=None)
 """The launch for head_dim above 128, where larger tiles do not fit in registers."""
-WIDEST = Launch(registers=None, programs=2, warps=4)
+WIDEST = Launch(stages=2, registers=None, programs=2, warps=4)
 """The launch for head_dim 512, where more rows or fewer warps would spill registers (`eval/compile_kernels.py`). Nobody measured it."""
 MANY_ROWS = Launch(64, 3, None, 8, 2, 32), Launch(64, 3, None, 4, 4, 64)
 """Launches for up to 32 query rows and for more: each code is unpacked once for as many rows as the registers of a program hold."""
+SCHEDULERS = 4
+"""Schedulers of a multiprocessor, for NVIDIA GPUs."""
 TILES = Launch(128, 1, None, 2, 4, 64, many=True), Launch(64, 1, 128, 2, 8, 128, many=True)
 """Launches of the kernel for many rows in Triton: up to 64 rows, and more. They are the best measured on an H200."""
 GLUON_TILES = Launch(128, 1, None, 1, 4, 64, many=True), Launch(128, 1, None, 1, 8, 128, many=True)
@@ -65,7 +71,8 @@ def launched(key: PackedLayout, value: PackedLayout, head_dim: int, rows: int = 
         return MANY_ROWS[0] if rows <= 32 else MANY_ROWS[1]
     if head_dim > 256:
         return WIDEST
-    launch = LAUNCHES.get((key.kind, value.kind), Launch()) if head_dim <= 128 else WIDE
+    launches = LAUNCHES | NARROW if head_dim <= 64 else LAUNCHES
+    launch = launches.get((key.kind, value.kind), Launch()) if head_dim <= 128 else WIDE
     return launch if rows <= 8 else replace(launch, rows=16)
 
 
@@ -150,9 +157,10 @@ def architecture(device: torch.device) -> tuple[int, int]:
     return (0 if torch.version.hip else properties.major * 10 + properties.minor), properties.multi_processor_count
 
 
-def programs_of(device: torch.device) -> int:
-    """Programs of the attention kernel that the GPU runs at a time, where it is launched as for most formats."""
-    return architecture(device)[1] * Launch.programs
+def programs_of(codecs: Sequence[Codec], head_dim: int, device: torch.device) -> int:
+    """Programs of the attention kernel that the GPU runs at a time, for one query of a row."""
+    key, value = map(layout_of, codecs)
+    return architecture(device)[1] * (launched(key, value, head_dim) if key and value else Launch()).programs
 
 
 def in_one_wave(tokens: int, groups: int, tile: int, programs: int) -> int:
@@ -160,18 +168,23 @@ def in_one_wave(tokens: int, groups: int, tile: int, programs: int) -> int:
     such that all programs run at a time, the programs of exact tokens among them.
 
     `tile`: tokens of a tile, which divides the tokens of a split. `programs`: that the GPU runs at a time."""
-    return _splits(tokens, programs // groups - 1, tile)
+    return _splits(tokens, min(programs // groups - 1, MOST_SPLITS), tile)
 
 
-def split(tokens: int, groups: int, tile: int, programs: int) -> int:
+def split(tokens: int, groups: int, tile: int, programs: int, schedulers: int) -> int:
     """The better of as many splits as run at a time, while the programs of exact tokens run after them
     (`triton_attend.place_of_program`), and of more, whose programs follow one another, so that no places of
-    the GPU are empty. Arguments as in `in_one_wave`.
+    the GPU are empty. Arguments as in `in_one_wave`; `schedulers` of the GPU, each of which runs as many programs as another at a time.
 
     What runs at a time takes as long as the tokens of a split, and the exact tokens after them. Programs of `n` splits
     in turn take as long as to read `tokens / n + SPLIT_COST` tokens. Many of them take `groups / programs` times as long as
-    one, and half of one more, for which the last ones wait: the best `n` is where the derivative is 0."""
+    one, and half of one more, for which the last ones wait: the best `n` is where the derivative is 0.
+
+    Few groups have splits for one program less on each scheduler than it runs: more would be brief, and costly to join."""
     wave = programs // groups
+    if wave > MOST_SPLITS_OF_FEW // 2:
+        fewer = schedulers * max(programs // schedulers - 1, 1)
+        return _splits(tokens, min(fewer // groups - 1, MOST_SPLITS_OF_FEW), tile)
     many = max(round((tokens * programs / (2 * SPLIT_COST * groups)) ** 0.5), 1)
     in_turn = groups / programs * (tokens + (many + EXACT_COST) * SPLIT_COST) + tokens / many / 2
     return _splits(tokens, wave if wave and tokens / wave + EXACT_COST * SPLIT_COST < in_turn else many, tile)
@@ -186,10 +199,12 @@ def in_waves(tokens: int, groups: int, tile: int, programs: int) -> int:
 
 def _splits(tokens: int, wanted: int, tile: int) -> int:
     """About as many splits of `tokens` as `wanted`, of whole tiles."""
-    each = max(-(-tokens // min(max(wanted, 1), MOST_SPLITS)), LEAST_SPLIT)
+    each = max(-(-tokens // max(wanted, 1)), LEAST_SPLIT)
     return -(-tokens // (-(-each // tile) * tile))
 
 
+MOST_SPLITS_OF_FEW = 132
+"""The most splits of a row where few rows are all that the GPU reads."""
 TILES_COST = 500
 """About the time in which a program of tiles in Gluon rotates its queries and finds the largest scales, in tokens."""
 SPLIT_COST, EXACT_COST = 150, 5 / 3

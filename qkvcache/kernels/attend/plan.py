@@ -25,7 +25,7 @@ from . import launches as fused
 from .launches import Launch, architecture, in_one_wave, in_tiles, in_waves, launched, split, tiled
 from .reference import Options
 from .triton_attend import attend_kernel
-from .triton_join import reduce_kernel, rotate_kernel
+from .triton_join import joining, reduce_kernel, rotate_kernel
 from .triton_tiles import attend_tiles_kernel
 
 OF_LAYER = "k_planes", "v_planes", "mean_strides", "center", "center_b", "center_h"
@@ -178,9 +178,11 @@ class Launches:
         arch, processors = architecture(device)
         rows, nvidia = self.groups * self.queries, bool(arch) or device.type == "cpu"
         launch = form.launch or launched(use.key, use.value, max(keys.dim, values.dim), rows, nvidia)
-        self.tile = min(launch.tile, BLOCK) if form.chosen and not launch.many else launch.tile
+        if form.chosen and launch.tile > BLOCK and not launch.many:  # a tile lies in one block
+            launch = Launch(rows=launch.rows)
+        self.tile = launch.tile
         self.rows, self.many, self.gluon = launch.rows if nvidia else 16, launch.many, launch in fused.GLUON_TILES
-        self.blocks, self.programs = -(-rows // self.rows), processors * launch.programs
+        self.blocks, self.programs, self.schedulers = -(-rows // self.rows), processors * launch.programs, processors * fused.SCHEDULERS
         self.panels = (1 if form.items else self.batch) * self.heads * self.blocks  # each is read by as many programs as there are splits
         self.out_shape = self.batch, query_heads, self.queries, self.value_dim
         # The heads of a query are next to each other, as transformers asks for.
@@ -204,20 +206,20 @@ class Launches:
         else:
             given = "query", "region_query", "part", "tops"
             self.attend = Launcher(attend_kernel, device, given, held, **self.fixed | options)
-        columns = triton.next_power_of_2(self.value_dim) if use.value.rotated else 32
         self.joining = {
-            "V": use.value, "DV": self.value_dim, "blocks": self.blocks, "C": columns, "S": 32, "SINKS": form.sinks,
-            "TURN": use.v_block**-0.5, "STAGES": use.v_block.bit_length() - 1, "signs": use.v_signs, "out_strides": self.out_strides[:3],
-            "num_warps": 8 if columns > 256 else 4 if use.value.rotated else 1,
+            "V": use.value, "DV": self.value_dim, "blocks": self.blocks, "SINKS": form.sinks, "TURN": use.v_block**-0.5,
+            "STAGES": use.v_block.bit_length() - 1, "signs": use.v_signs, "out_strides": self.out_strides[:3],
         }  # fmt: skip
-        self.reduce_grid = rows, self.batch * self.heads, -(-self.value_dim // columns)
+        self.reduce_grid = rows, self.batch * self.heads, 1
 
-    def reduce(self, shared: int) -> Launcher:
-        """The launch that joins splits with the splits of a second launch, which has so many query rows in a block; 0: there is none."""
-        key = f"joins {shared} rows"
+    def reduce(self, splits: int, shared: int) -> Launcher:
+        """The launch that joins about so many splits of a row, some of them of a second launch, which has `shared` query rows in a block;
+        0: there is none."""
+        how = joining(self.batch * self.heads * self.reduce_grid[0], splits, triton.next_power_of_2(self.value_dim))
+        key = f"joins {how['S']} splits, {shared} rows"
         if key not in self.others:
-            given, device = ("part", "tops", "sinks", "out", "lse"), self.attend.device
-            self.others[key] = Launcher(reduce_kernel, device, given, (*OF_LAYER, *OF_CALL), **self.fixed | self.joining, SHARED=shared)
+            given, device, fixed = ("part", "tops", "sinks", "out", "lse"), self.attend.device, self.fixed | self.joining | how
+            self.others[key] = Launcher(reduce_kernel, device, given, (*OF_LAYER, *OF_CALL), **fixed, SHARED=shared)
         return self.others[key]
 
 
@@ -273,6 +275,8 @@ class Plan:
         self.has_sinks = form.sinks
         self.like = query.shape, query.stride(), query.dtype, *_sizes(inputs)
         self.splits, self.least = self._splits()
+        self.splits_of_row = self.splits if items is None else -(-self.splits // self.launches.batch)
+        """How many splits a row has; on average, where items divide the rows."""
         self.grid = self.launches.panels // self.launches.blocks, self.launches.blocks, self.splits
         self.entries = self.launches.panels * self.splits * self.launches.rows
         """Query rows of the partial outputs."""
@@ -281,7 +285,7 @@ class Plan:
         self.prepared: dict[str, Any] = {}
         """What rooms make once for this plan, by what it does."""
         self.held = self._hold()
-        self.reduce = self.launches.reduce(0)
+        self.reduce = self.launches.reduce(self.splits_of_row, 0)
 
     def laid_out(self, query: Tensor) -> Tensor:
         """The queries as kernels read them."""
@@ -303,7 +307,7 @@ class Plan:
             programs += launches.panels * (programs <= 8 * launches.panels)
         if self.tokens is None or launches.many:
             beside = launches.many or self.kind.use.key.kind == "half"  # the exact tokens, which run last otherwise
-            choose = in_waves if launches.gluon else in_one_wave if beside else split
+            choose = in_waves if launches.gluon else in_one_wave if beside else functools.partial(split, schedulers=launches.schedulers)
             splits = choose(n_quantized, launches.panels, launches.tile, programs)
         else:  # rows of different lengths: as many tokens to a split as if all were one row
             least = max(self.tokens * launches.heads * launches.blocks // programs, least)
@@ -327,7 +331,7 @@ class Plan:
         """This plan with the results of another `beside` it, over tokens that `branches` rows share."""
         self.beside = beside
         self.held = self._hold(branches)
-        self.reduce = self.launches.reduce(beside.launches.rows)
+        self.reduce = self.launches.reduce(self.splits_of_row + beside.splits_of_row, beside.launches.rows)
         return self
 
     def fits(self, query: Tensor, inputs: PagedInputs) -> bool:

@@ -591,9 +591,10 @@ def attend_kernel(
     if ITEMS:
         item = items + split * ITEMS
         b = tl.load(item).to(tl.int64)
-        low = tl.multiple_of(tl.load(item + 1), T)
+        first = tl.load(item + 1)
+        low = tl.multiple_of(tl.maximum(first, 0), T)
         high = tl.load(item + 2)
-        is_exact = EXACT and low < 0
+        is_exact = EXACT and first < 0  # else that item has no tokens
     of = b
     if ITEMS > 3:  # queries of the rows that share the tokens; a row that is missing repeats the first
         mate = r % (ITEMS - 3)
@@ -664,19 +665,19 @@ def attend_kernel(
         k_mean, k_shifts, v_shifts = k_planes[3], k_planes[4], v_planes[4]
         if K.centered:
             k_mean += b * mean_strides[0] + h * mean_strides[1]
+        t = tl.arange(0, T)
+        table += b * table_b + h * table_h
+        whole_low = tl.multiple_of(tl.cdiv(tl.maximum(low, first_token), T) * T, T)
+        whole_high = tl.multiple_of(high // T * T, T)
+        # The page of a tile is looked up one tile ahead: what loads codes must not wait for another load of its own tile.
+        page, following = place_of(table, blocks, whole_low, whole_low < whole_high, PAGE, BASE)
         q = query_planes(K, KW, KT, D, TURN, ARCH, SOFTCAP, region_query, q_rows, live, rotation, k_mean, scaling)
         state = _empty_state(m, V, VW, VT, T)
         hides = chosen is not None
         if MASK == "row" and chosen is None:
             hides = hides_any(mask, shift + tl.maximum(low, first_token), shift + high, mask_t)
-        t = tl.arange(0, T)
-        table += b * table_b + h * table_h
         k_head = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), K_STRIDES, b, h)
         v_head = head_of(V, V_ONCE, (v_planes[0], v_planes[1], v_planes[2]), V_STRIDES, b, h)
-        whole_low = tl.multiple_of(tl.cdiv(tl.maximum(low, first_token), T) * T, T)
-        whole_high = tl.multiple_of(high // T * T, T)
-        # The page of a tile is looked up one tile ahead: what loads codes must not wait for another load of its own tile.
-        page, following = place_of(table, blocks, whole_low, whole_low < whole_high, PAGE, BASE)
         for at in range(whole_low, whole_high, T):
             token = at
             if chosen is not None:

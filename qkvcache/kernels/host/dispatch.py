@@ -203,12 +203,15 @@ def _attend_pages(
     return inputs.select.attend(attend, by_kernel, query, inputs, mask, keys, **options)
 
 
-def split_rows(lengths: Tensor, max_length: int, heads: int, shares: Tensor | None = None) -> Splits | None:
-    """`Splits` of rows with `lengths` tokens in pages, int32 `[B]`, at most `max_length`, and `heads` KV
-    heads; None where the torch reference attends. `shares`: as in `Splits.of`."""
+def split_rows(
+    lengths: Tensor, max_length: int, codecs: Sequence[Codec], heads: int, head_dim: int, shares: Tensor | None = None
+) -> Splits | None:
+    """`Splits` of rows with `lengths` tokens in pages, int32 `[B]`, at most `max_length`, of `heads` KV heads,
+    stored by `codecs`; None where the torch reference attends. `shares`: as in `Splits.of`."""
     if not on_triton(lengths.device):
         return None
-    return Splits.of(lengths, max_length, max(module("attend.launches").programs_of(lengths.device) // heads, 1), shares)
+    programs = module("attend.launches").programs_of(codecs, head_dim, lengths.device)
+    return Splits.of(lengths, max_length, max(programs // heads, 1), shares)
 
 
 def reads_together(groups: int, head_dim: int, device: torch.device) -> bool:
