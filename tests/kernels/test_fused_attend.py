@@ -24,6 +24,7 @@ if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
 
 from qkvcache.kernels.attend import launches as fused  # noqa: E402
 from qkvcache.kernels.attend import plan  # noqa: E402
+from qkvcache.kernels.attend.triton_join import joining  # noqa: E402
 from qkvcache.kernels.device.unpack import offset_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about nan and infinity, in the interpreter
@@ -124,6 +125,15 @@ def expect(format, query, attention_inputs, mask, out, lse, limit=None, **kwargs
 @pytest.mark.parametrize("format", slowly(FORMATS, KINDS))
 def test_every_format(format, monkeypatch):
     query, attention_inputs = make(format, heads=2 if "tok" in format or "tensor" in format else 1)  # a scale that heads share
+    compare(monkeypatch, format, query, attention_inputs)
+
+
+@pytest.mark.parametrize("at_once", [4, 32, 128])
+@pytest.mark.parametrize("format", ["int8", "hadaquant_k2v2"])
+def test_many_splits(format, at_once, monkeypatch):
+    """The join reads several splits at once, over and over, or all of them."""
+    query, attention_inputs = make(format, heads=1, tokens=700)
+    monkeypatch.setattr(plan, "joining", lambda *sizes: joining(*sizes) | {"S": at_once})
     compare(monkeypatch, format, query, attention_inputs)
 
 
