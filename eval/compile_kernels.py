@@ -262,7 +262,7 @@ def joins(format: str, head_dim: int, target: str, splits: int = 25) -> Job:
     constants = {
         "V": value, "DV": head_dim, "G": 4, "R": 8 if TARGETS[target].backend == "cuda" else 16, "SINKS": True, "EXACT": True,
         "TURN": block**-0.5, "STAGES": block.bit_length() - 1, "ITEMS": 3, "SHARED": OF_SHARED.rows,
-    } | joining(8, splits, triton.next_power_of_2(head_dim))  # fmt: skip
+    } | joining(8, splits, triton.next_power_of_2(head_dim), value.rotated)  # fmt: skip
     warps = constants.pop("num_warps")
     return Job(f"reduce {format} {head_dim}, {splits} splits", reduce_kernel, types, constants, target, {"num_warps": warps})
 

@@ -23,8 +23,7 @@ if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
     pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
 
 from qkvcache.kernels.attend import launches as fused  # noqa: E402
-from qkvcache.kernels.attend import plan  # noqa: E402
-from qkvcache.kernels.attend.triton_join import joining  # noqa: E402
+from qkvcache.kernels.attend import plan, triton_join  # noqa: E402
 from qkvcache.kernels.device.unpack import offset_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about nan and infinity, in the interpreter
@@ -133,7 +132,8 @@ def test_every_format(format, monkeypatch):
 def test_many_splits(format, at_once, monkeypatch):
     """The join reads several splits at once, over and over, or all of them."""
     query, attention_inputs = make(format, heads=1, tokens=700)
-    monkeypatch.setattr(plan, "joining", lambda *sizes: joining(*sizes) | {"S": at_once})
+    joining = triton_join.joining
+    monkeypatch.setattr(triton_join, "joining", lambda *sizes: joining(*sizes) | {"S": at_once})
     compare(monkeypatch, format, query, attention_inputs)
 
 

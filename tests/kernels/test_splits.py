@@ -1,10 +1,15 @@
-"""How many splits rows have: the number took the least time in four formats, or 3 % more (`results/past.jsonl`, "decode by splits")."""
+"""How many splits rows have, and how these are joined: what took the least time in four formats, or 3 % more.
+
+Rows "decode by splits", "decode by launch" and "joins" in `results/past.jsonl`."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-from qkvcache.kernels.attend.launches import in_one_wave, in_waves, split
+from qkvcache.formats import REGISTRY
+from qkvcache.kernels.attend.launches import in_one_wave, in_waves, programs_of, split
+from qkvcache.kernels.attend.triton_join import joining
 
 SCHEDULERS = 132 * 4
 PLACES = 3 * SCHEDULERS
@@ -24,7 +29,7 @@ def test_rows_have_the_splits_that_are_fastest(rows, tokens, each):
 
 
 @pytest.mark.parametrize("groups", [1, 7, 64, 512, 1584, 5000])
-@pytest.mark.parametrize("tokens", [1, 100, 513, 32768])
+@pytest.mark.parametrize("tokens", [1, 100, 513, 32768, 2**22])
 def test_splits_are_whole_tiles_that_cover_all_tokens(tokens, groups):
     for count in split(tokens, groups, 64, PLACES, SCHEDULERS), in_one_wave(tokens, groups, 64, PLACES):
         each = -(-tokens // count)
@@ -37,3 +42,22 @@ def test_splits_are_whole_tiles_that_cover_all_tokens(tokens, groups):
 )
 def test_programs_that_fill_a_multiprocessor(groups, splits):
     assert in_waves(32768, groups, 128, 132) == splits
+
+
+@pytest.mark.parametrize(
+    ("rows", "splits", "channels", "rotated", "launch"),
+    [
+        (8192, 2, 128, True, (4, 128, 1)), (1024, 7, 128, False, (4, 128, 1)), (256, 25, 128, True, (32, 128, 1)),
+        (32, 95, 128, True, (128, 128, 4)), (1024, 9, 512, True, (4, 512, 2)), (128, 33, 512, True, (32, 512, 4)),
+        (128, 67, 512, False, (8, 128, 1)),
+    ],
+)  # fmt: skip
+def test_joins(rows, splits, channels, rotated, launch):
+    found = joining(rows, splits, channels, rotated)
+    assert (found["S"], found["C"], found["num_warps"]) == launch
+
+
+@pytest.mark.parametrize(("format", "each"), [("int8", 6), ("turboquant_4bit_nc", 8), ("nvfp4", 12)])
+def test_programs_that_run_at_a_time(format, each):
+    codecs = REGISTRY[format].codecs()
+    assert programs_of(codecs, 128, torch.device("cpu")) == 4 * each

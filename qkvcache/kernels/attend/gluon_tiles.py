@@ -1,9 +1,10 @@
 """`triton_tiles.attend_tiles_kernel` for Hopper, in Gluon: what Triton does one after another runs at the same time here.
 
-Four warps of a program copy codes to shared memory two tiles ahead, and dequantize them to tiles there (`_produce`). Groups of four warps
-multiply these tiles, 64 query rows each (`_attend`): after the weights of a tile are computed, the keys of the next one, and then the
-values of this one. Two groups take turns: tensor cores multiply for one during the softmax of the other. The channels of a tile are plane
-after plane, as codes unpack.
+Four warps of a program copy codes to shared memory two tiles ahead, and dequantize them to tiles there
+(`_produce`). Groups of four warps multiply these tiles, 64 query rows each (`_attend`): after the weights of
+a tile are computed, the keys of the next one, and then the values of this one. Two groups take turns: tensor
+cores multiply for one during the softmax of the other. The channels of a tile are plane after plane, as codes
+unpack.
 
 Shapes of tiles: T tokens, R query rows. X, K and V are the `PackedLayout` of a codec."""
 

@@ -34,7 +34,8 @@ class Launch:
 
 
 LAUNCHES = {
-    **{kinds: Launch(64, 3, None, 8) for kinds in (("lut4", "int4"), ("lut4", "lut4"), ("lut4", "lut3"), ("int2", "int2"), ("int8", "int4"))},
+    **{("lut4", kind): Launch(64, 3, None, 8) for kind in ("int4", "lut4", "lut3")},
+    **{kinds: Launch(64, 3, None, 8) for kinds in (("int2", "int2"), ("int8", "int4"))},
     **{(kind, kind): Launch(64, 3, None, 6) for kind in ("int8", "uint8", "e4m3", "e5m2")},
     ("int8_halves", "int8"): Launch(64, 3, None, 6),
     ("half", "half"): Launch(64, 3, None),
@@ -44,7 +45,7 @@ NARROW = {
     **{kinds: Launch(64) for kinds in (("lut4", "int4"), ("lut4", "lut4"), ("int2", "int2"), ("e2m1", "e2m1"))},
     ("lut3", "lut3"): Launch(stages=2),
 }
-"""These launches where they differ for head_dim up to 64."""
+"""These of head_dim up to 64, where they differ."""
 WIDE = Launch(stages=2, registers=None)
 """The launch for head_dim above 128, where larger tiles do not fit in registers."""
 WIDEST = Launch(stages=2, registers=None, programs=2, warps=4)
@@ -172,20 +173,19 @@ def in_one_wave(tokens: int, groups: int, tile: int, programs: int) -> int:
 
 
 def split(tokens: int, groups: int, tile: int, programs: int, schedulers: int) -> int:
-    """The better of as many splits as run at a time, while the programs of exact tokens run after them
+    """The better of as many splits as run at a time, with the programs of exact tokens after them
     (`triton_attend.place_of_program`), and of more, whose programs follow one another, so that no places of
-    the GPU are empty. Arguments as in `in_one_wave`; `schedulers` of the GPU, each of which runs as many programs as another at a time.
+    the GPU are empty. Arguments as in `in_one_wave`; `schedulers` of the GPU share its programs.
 
     What runs at a time takes as long as the tokens of a split, and the exact tokens after them. Programs of `n` splits
     in turn take as long as to read `tokens / n + SPLIT_COST` tokens. Many of them take `groups / programs` times as long as
     one, and half of one more, for which the last ones wait: the best `n` is where the derivative is 0.
-
-    Few groups have splits for one program less on each scheduler than it runs: more would be brief, and costly to join."""
+    Splits of few groups would be brief, and costly to join: each scheduler runs one program less."""
     wave = programs // groups
     if wave > MOST_SPLITS_OF_FEW // 2:
         fewer = schedulers * max(programs // schedulers - 1, 1)
         return _splits(tokens, min(fewer // groups - 1, MOST_SPLITS_OF_FEW), tile)
-    many = max(round((tokens * programs / (2 * SPLIT_COST * groups)) ** 0.5), 1)
+    many = min(max(round((tokens * programs / (2 * SPLIT_COST * groups)) ** 0.5), 1), MOST_SPLITS)
     in_turn = groups / programs * (tokens + (many + EXACT_COST) * SPLIT_COST) + tokens / many / 2
     return _splits(tokens, wave if wave and tokens / wave + EXACT_COST * SPLIT_COST < in_turn else many, tile)
 

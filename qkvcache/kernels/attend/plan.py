@@ -25,7 +25,7 @@ from . import launches as fused
 from .launches import Launch, architecture, in_one_wave, in_tiles, in_waves, launched, split, tiled
 from .reference import Options
 from .triton_attend import attend_kernel
-from .triton_join import joining, reduce_kernel, rotate_kernel
+from .triton_join import Joins, rotate_kernel
 from .triton_tiles import attend_tiles_kernel
 
 OF_LAYER = "k_planes", "v_planes", "mean_strides", "center", "center_b", "center_h"
@@ -206,21 +206,11 @@ class Launches:
         else:
             given = "query", "region_query", "part", "tops"
             self.attend = Launcher(attend_kernel, device, given, held, **self.fixed | options)
-        self.joining = {
-            "V": use.value, "DV": self.value_dim, "blocks": self.blocks, "SINKS": form.sinks, "TURN": use.v_block**-0.5,
-            "STAGES": use.v_block.bit_length() - 1, "signs": use.v_signs, "out_strides": self.out_strides[:3],
-        }  # fmt: skip
-        self.reduce_grid = rows, self.batch * self.heads, 1
-
-    def reduce(self, splits: int, shared: int) -> Launcher:
-        """The launch that joins about so many splits of a row, some of them of a second launch, which has `shared` query rows in a block;
-        0: there is none."""
-        how = joining(self.batch * self.heads * self.reduce_grid[0], splits, triton.next_power_of_2(self.value_dim))
-        key = f"joins {how['S']} splits, {shared} rows"
-        if key not in self.others:
-            given, device, fixed = ("part", "tops", "sinks", "out", "lse"), self.attend.device, self.fixed | self.joining | how
-            self.others[key] = Launcher(reduce_kernel, device, given, (*OF_LAYER, *OF_CALL), **fixed, SHARED=shared)
-        return self.others[key]
+        self.joins = Joins(
+            device, rows, self.batch * self.heads, (*OF_LAYER, *OF_CALL), **self.fixed, V=use.value, DV=self.value_dim, blocks=self.blocks,
+            SINKS=form.sinks, TURN=use.v_block**-0.5, STAGES=use.v_block.bit_length() - 1, signs=use.v_signs,
+            out_strides=self.out_strides[:3],
+        )  # fmt: skip
 
 
 class Plan:
@@ -285,7 +275,7 @@ class Plan:
         self.prepared: dict[str, Any] = {}
         """What rooms make once for this plan, by what it does."""
         self.held = self._hold()
-        self.reduce = self.launches.reduce(self.splits_of_row, 0)
+        self.reduce = self.launches.joins.of(self.splits_of_row)
 
     def laid_out(self, query: Tensor) -> Tensor:
         """The queries as kernels read them."""
@@ -331,7 +321,7 @@ class Plan:
         """This plan with the results of another `beside` it, over tokens that `branches` rows share."""
         self.beside = beside
         self.held = self._hold(branches)
-        self.reduce = self.launches.reduce(self.splits_of_row + beside.splits_of_row, beside.launches.rows)
+        self.reduce = self.launches.joins.of(self.splits_of_row + beside.splits_of_row, beside.launches.rows)
         return self
 
     def fits(self, query: Tensor, inputs: PagedInputs) -> bool:
@@ -360,7 +350,7 @@ class Plan:
         out = query.new_empty_strided(launches.out_shape, launches.out_strides)
         lse = torch.empty(launches.out_shape[:3], dtype=torch.float32, device=device)
         sinks = self.empty if sinks is None else sinks
-        self.reduce(launches.reduce_grid, part, tops, sinks, out, lse, held=(of_layer, self.held))
+        self.reduce(part, tops, sinks, out, lse, held=(of_layer, self.held))
         return out, lse, arguments
 
 

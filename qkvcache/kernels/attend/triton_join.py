@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
 from ..device.math import MASKED_SCORE
+from ..host.launch import Launcher
 from .triton_attend import LOG2E
 
 
-def joining(rows: int, splits: int, channels: int) -> dict[str, int]:
-    """How `reduce_kernel` is launched for so many query rows of about so many splits and so many channels, a power of two.
+class Joins:
+    """The launches of `reduce_kernel` for `rows` query rows of each of `groups` KV heads of rows; the rest as in `Launcher`."""
 
-    Many rows fill the GPU if each reads few splits at once; of few rows, all splits should be on their way at once. The fastest
-    of 4 to 128 splits and 1 to 8 warps on an H200 (`results/past.jsonl`, "joins")."""
+    def __init__(self, device: torch.device, rows: int, groups: int, held: Sequence[str], **fixed: Any) -> None:
+        self.device, self.rows, self.groups, self.held, self.fixed = device, rows, groups, held, fixed
+        self.known: dict[tuple[int, int], Callable[..., None]] = {}
+
+    def of(self, splits: int, shared: int = 0) -> Callable[..., None]:
+        """The launch for about so many splits of a row, among them the splits of a second launch of blocks of `shared` rows."""
+        channels = triton.next_power_of_2(self.fixed["DV"])
+        how = joining(self.rows * self.groups, splits, channels, self.fixed["V"].rotated)
+        key = how["S"], shared
+        if key not in self.known:
+            given = "part", "tops", "sinks", "out", "lse"
+            launch = Launcher(reduce_kernel, self.device, given, self.held, **self.fixed | how, SHARED=shared)
+            self.known[key] = functools.partial(launch, (self.rows, self.groups, channels // how["C"]))
+        return self.known[key]
+
+
+def joining(rows: int, splits: int, channels: int, rotated: bool) -> dict[str, int]:
+    """The best launch for so many query rows and splits of each, of 4 to 128 splits at once and 1 to 8 warps, on an H200.
+
+    Many rows fill the GPU if a program reads few splits at once; of few rows, all splits should be on their way at once."""
+    if rows < 1024 and splits > 8 and channels > 256 and not rotated:
+        return {"S": 8, "C": 128, "num_warps": 1}
     at_once = 4 if splits <= 8 or rows >= 1024 else 32 if splits <= 32 or rows > 256 or channels > 128 else 128
-    return {"S": at_once, "num_warps": max(max(at_once, 16) * channels // 4096, 1), "C": channels}
+    return {"S": at_once, "C": channels, "num_warps": max(max(at_once, 16) * channels // 4096, 1)}
 
 
 @triton.jit
@@ -37,7 +63,7 @@ def reduce_kernel(
     EXACT: tl.constexpr, TURN: tl.constexpr, STAGES: tl.constexpr, ITEMS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Joins splits, adds the mean of values, rotates back what was stored rotated, and divides by the
-    normaliser. Grid (G * queries, B * H): one query row each.
+    normaliser. Grid (G * queries, B * H, blocks of C channels): one query row each.
 
     part       fp32 [B * H, blocks, splits, R, DV], contiguous: outputs. With EXACT, split 0 has the exact tokens, its channels in order;
                the others have channels plane after plane (`unpack`), rotated if V.rotated
@@ -55,8 +81,7 @@ def reduce_kernel(
     out        [B, H * G, queries, DV] in the model's dtype: out_strides over rows, heads and queries
     lse        fp32 [B, H * G, queries], contiguous: log of the normaliser, to base e
     blocks     blocks of R query rows                    S       splits that are read at once
-    TURN       factor of the inverse rotation; STAGES: the logarithm of its block, to base 2
-    C          DV, padded to a power of two
+    TURN       factor of the inverse rotation; STAGES: the logarithm of its block, to base 2; with V.rotated, C covers all channels
     """
     row = tl.program_id(0)
     bh = tl.program_id(1)
@@ -80,7 +105,7 @@ def reduce_kernel(
         beyond = before + (panel * shared_splits + first) * SHARED + other % SHARED
         every += others
     at = tl.arange(0, S)
-    place_of_channel = tl.arange(0, C)  # in the order of partial sums: plane after plane
+    place_of_channel = tl.program_id(2) * C + tl.arange(0, C)  # in the order of partial sums: plane after plane
     inside = place_of_channel < DV
     VW: tl.constexpr = DV // V.per
     if V.group > 0:
@@ -133,7 +158,8 @@ def reduce_kernel(
     query = row % queries
     region /= tl.where(total == 0, 1.0, total)  # a row may have no tokens
     tl.store(out + b.to(tl.int64) * out_strides[0] + head * out_strides[1] + query * out_strides[2] + channel, region, mask=inside)
-    tl.store(lse + (bh * G * queries) + row, (top + tl.log2(total)) / LOG2E)
+    if tl.program_id(2) == 0:
+        tl.store(lse + (bh * G * queries) + row, (top + tl.log2(total)) / LOG2E)
 
 
 @triton.jit(do_not_specialize=["rows"])
