@@ -42,7 +42,7 @@ LAUNCHES = {
 }
 """Launches by the kinds of keys and values, where `Launch()` is not the best measured on an H200, at 8 x 32,768 tokens."""
 NARROW = {
-    **{kinds: Launch(64) for kinds in (("lut4", "int4"), ("lut4", "lut4"), ("int2", "int2"), ("e2m1", "e2m1"))},
+    **{kinds: Launch(64) for kinds in (("lut4", "int4"), ("int2", "int2"), ("e2m1", "e2m1"))},
     ("lut3", "lut3"): Launch(stages=2),
 }
 """These of head_dim up to 64, where they differ."""
