@@ -117,6 +117,8 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
     assert key and value, format
     nvidia = TARGETS[target].backend == "cuda"
     launch = OF_SHARED if variant == "shared items" else launched(key, value, head_dim, rows, nvidia)
+    if variant == "blocks" and launch.tile > BLOCK:
+        launch = Launch(rows=launch.rows) if launch.warps == 1 else replace(launch, tile=BLOCK)
     scales = {"none": dtype, "fp32": "fp32", "fp16": "fp16", "pair": "fp16", "hidden": "fp32", "group": "fp16", "block": "u8"}
     types: dict[str, str | Types] = {"query": f"*{dtype}", "region_query": f"*{dtype}", "exact": (f"*{dtype}",) * 4 + ("i32",) * 12}
     if key.rotated and key.group and head_dim & (head_dim - 1):
@@ -253,7 +255,7 @@ def _not_rotated(how: PackedLayout) -> PackedLayout:
     return dataclasses.replace(how, rotation=0)
 
 
-def joins(format: str, head_dim: int, target: str, splits: int = 25) -> Job:
+def joins(format: str, head_dim: int, target: str, rows: int) -> Job:
     value = FORMATS[format].value.packed_layout
     assert value
     types: dict[str, str | Types] = dict.fromkeys(("part", "tops", "signs", "center", "lse"), "*fp32")  # type: ignore[assignment]
@@ -262,9 +264,9 @@ def joins(format: str, head_dim: int, target: str, splits: int = 25) -> Job:
     constants = {
         "V": value, "DV": head_dim, "G": 4, "R": 8 if TARGETS[target].backend == "cuda" else 16, "SINKS": True, "EXACT": True,
         "TURN": block**-0.5, "STAGES": block.bit_length() - 1, "ITEMS": 3, "SHARED": OF_SHARED.rows,
-    } | joining(8, splits, triton.next_power_of_2(head_dim), value.rotated)  # fmt: skip
+    } | joining(rows, triton.next_power_of_2(head_dim), value.rotated)  # fmt: skip
     warps = constants.pop("num_warps")
-    return Job(f"reduce {format} {head_dim}, {splits} splits", reduce_kernel, types, constants, target, {"num_warps": warps})
+    return Job(f"reduce {format} {head_dim}, {rows} rows", reduce_kernel, types, constants, target, {"num_warps": warps})
 
 
 def rotating(head_dim: int, target: str) -> Job:
@@ -468,8 +470,8 @@ def jobs(everything: bool) -> Iterator[Job]:
                 yield from (attention_in_tiles(format, 64, target, rows) for rows in (64, 128))
             yield from (attention(format, 128, target, "store") for format in ("int8", "turboquant_4bit_nc"))
             yield from (summing(format, 128, target, "store") for format in ("identity", "int8", "turboquant_4bit_nc"))
-            yield from (joins(format, 128, target, splits) for format in ("int8", "hadaquant_k2v2") for splits in (2, 25, 64))
-            yield joins("int4_vllm", 512, target)
+            for rows in (32, 256, 1024):
+                yield from (joins(format, dim, target, rows) for format in ("int8", "hadaquant_k2v2") for dim in (128, 512))
             yield rotating(96, target)
             yield from (arriving(*sizes, target) for sizes in ((80, 32), (256, 16)))
             yield rotary(128, target, interleaved=True)

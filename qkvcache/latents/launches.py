@@ -14,7 +14,7 @@ from ..formats.rotation import rotation_block
 from ..kernels.attend.launches import GLUON, Launch, architecture, in_one_wave, knows_gluon
 from ..kernels.attend.plan import OF_INPUTS, OF_LAYER, Kind, Layer, held_of, layer_of
 from ..kernels.attend.triton_attend import LOG2E
-from ..kernels.attend.triton_join import Joins
+from ..kernels.attend.triton_join import join
 from ..kernels.device.unpack import plane_offset
 from ..kernels.host.launch import Held, Launcher
 from ..kernels.paged_inputs import PagedInputs
@@ -200,8 +200,7 @@ def attend_latent_pages(
     launches.attend((groups, blocks, splits), query, latent, rotated, factors, table, index, counts, shown, part, tops, held=held)
     out = query.new_empty_strided((batch, heads, queries, rank), launches.out_strides)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
-    join = Held(splits=splits)
-    launches.joins.of(splits)(part, tops, empty, out, lse, held=(join, means))
+    launches.reduce(part, tops, empty, out, lse, held=(Held(splits=splits), means))
     return out
 
 
@@ -275,8 +274,9 @@ class LatentLaunches:
         out_strides = self.out_strides[:3]
         if gathers:  # each query is a row of its own
             batch, queries, rows, out_strides = batch * queries, 1, heads, (heads * rank, *out_strides[1:])
-        shared |= {"V": use.key, "DV": rank, "queries": queries, "SINKS": False, "ITEMS": False, "heads": 1, "firsts": None, "shares": None}
-        self.joins = Joins(
-            device, rows, batch, ("splits", *OF_MEANS), **shared, TURN=block**-0.5, STAGES=block.bit_length() - 1, signs=use.queries.signs,
-            blocks=-(-rows // launch.rows), before=0, branches=1, shared_splits=0, shared_blocks=0, out_strides=out_strides,
-        )  # fmt: skip
+        joining = shared | {
+            "V": use.key, "DV": rank, "queries": queries, "SINKS": False, "ITEMS": False, "SHARED": 0, "TURN": block**-0.5,
+            "STAGES": block.bit_length() - 1, "signs": use.queries.signs, "blocks": -(-rows // launch.rows), "heads": 1, "firsts": None,
+            "shares": None, "before": 0, "branches": 1, "shared_splits": 0, "shared_blocks": 0, "out_strides": out_strides,
+        }  # fmt: skip
+        self.reduce = join(device, rows, batch, ("splits", *OF_MEANS), joining)

@@ -40,10 +40,10 @@ LAUNCHES = {
     ("int8_halves", "int8"): Launch(64, 3, None, 6),
     ("half", "half"): Launch(64, 3, None),
 }
-"""Launches by the kinds of keys and values, where `Launch()` is not the best measured on an H200, at 8 x 32,768 tokens."""
+"""Launches by the kinds of keys and values, where `Launch()` is not the best measured on an H200 over all shapes."""
 NARROW = {
     **{kinds: Launch(64) for kinds in (("lut4", "int4"), ("int2", "int2"), ("e2m1", "e2m1"))},
-    ("lut3", "lut3"): Launch(stages=2),
+    ("lut3", "int3"): Launch(stages=2),
 }
 """These of head_dim up to 64, where they differ."""
 WIDE = Launch(stages=2, registers=None)
@@ -72,7 +72,7 @@ def launched(key: PackedLayout, value: PackedLayout, head_dim: int, rows: int = 
         return MANY_ROWS[0] if rows <= 32 else MANY_ROWS[1]
     if head_dim > 256:
         return WIDEST
-    launches = LAUNCHES | NARROW if head_dim <= 64 else LAUNCHES
+    launches = LAUNCHES | NARROW if head_dim <= 64 and rows <= 8 else LAUNCHES
     launch = launches.get((key.kind, value.kind), Launch()) if head_dim <= 128 else WIDE
     return launch if rows <= 8 else replace(launch, rows=16)
 
@@ -159,7 +159,7 @@ def architecture(device: torch.device) -> tuple[int, int]:
 
 
 def programs_of(codecs: Sequence[Codec], head_dim: int, device: torch.device) -> int:
-    """Programs of the attention kernel that the GPU runs at a time, for one query of a row."""
+    """Programs of the attention kernel that the GPU runs at a time, for one query of up to 16 heads of a KV head."""
     key, value = map(layout_of, codecs)
     return architecture(device)[1] * (launched(key, value, head_dim) if key and value else Launch()).programs
 
@@ -183,7 +183,7 @@ def split(tokens: int, groups: int, tile: int, programs: int, schedulers: int) -
     Splits of few groups would be brief, and costly to join: each scheduler runs one program less."""
     wave = programs // groups
     if wave > MOST_SPLITS_OF_FEW // 2:
-        fewer = schedulers * max(programs // schedulers - 1, 1)
+        fewer = min(schedulers * max(programs // schedulers - 1, 1), programs)
         return _splits(tokens, min(fewer // groups - 1, MOST_SPLITS_OF_FEW), tile)
     many = min(max(round((tokens * programs / (2 * SPLIT_COST * groups)) ** 0.5), 1), MOST_SPLITS)
     in_turn = groups / programs * (tokens + (many + EXACT_COST) * SPLIT_COST) + tokens / many / 2

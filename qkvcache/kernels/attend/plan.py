@@ -7,7 +7,8 @@ tensors (`layer_of`), so that its host work is three launches. Layers of one `Ki
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -25,7 +26,7 @@ from . import launches as fused
 from .launches import Launch, architecture, in_one_wave, in_tiles, in_waves, launched, split, tiled
 from .reference import Options
 from .triton_attend import attend_kernel
-from .triton_join import Joins, rotate_kernel
+from .triton_join import join, rotate_kernel
 from .triton_tiles import attend_tiles_kernel
 
 OF_LAYER = "k_planes", "v_planes", "mean_strides", "center", "center_b", "center_h"
@@ -179,7 +180,7 @@ class Launches:
         rows, nvidia = self.groups * self.queries, bool(arch) or device.type == "cpu"
         launch = form.launch or launched(use.key, use.value, max(keys.dim, values.dim), rows, nvidia)
         if form.chosen and launch.tile > BLOCK and not launch.many:  # a tile lies in one block
-            launch = Launch(rows=launch.rows)
+            launch = Launch(rows=launch.rows) if launch.warps == 1 else replace(launch, tile=BLOCK)
         self.tile = launch.tile
         self.rows, self.many, self.gluon = launch.rows if nvidia else 16, launch.many, launch in fused.GLUON_TILES
         self.blocks, self.programs, self.schedulers = -(-rows // self.rows), processors * launch.programs, processors * fused.SCHEDULERS
@@ -206,11 +207,18 @@ class Launches:
         else:
             given = "query", "region_query", "part", "tops"
             self.attend = Launcher(attend_kernel, device, given, held, **self.fixed | options)
-        self.joins = Joins(
-            device, rows, self.batch * self.heads, (*OF_LAYER, *OF_CALL), **self.fixed, V=use.value, DV=self.value_dim, blocks=self.blocks,
-            SINKS=form.sinks, TURN=use.v_block**-0.5, STAGES=use.v_block.bit_length() - 1, signs=use.v_signs,
-            out_strides=self.out_strides[:3],
-        )  # fmt: skip
+        self.joining = {
+            "V": use.value, "DV": self.value_dim, "blocks": self.blocks, "SINKS": form.sinks, "TURN": use.v_block**-0.5,
+            "STAGES": use.v_block.bit_length() - 1, "signs": use.v_signs, "out_strides": self.out_strides[:3],
+        }  # fmt: skip
+        self.joins: dict[int, Callable[..., None]] = {}
+
+    def reduce(self, shared: int) -> Callable[..., None]:
+        """The launch that joins splits with the splits of a second launch, which has so many query rows in a block; 0: there is none."""
+        if shared not in self.joins:
+            sizes, held = (self.groups * self.queries, self.batch * self.heads), (*OF_LAYER, *OF_CALL)
+            self.joins[shared] = join(self.attend.device, *sizes, held, self.fixed | self.joining | {"SHARED": shared})
+        return self.joins[shared]
 
 
 class Plan:
@@ -265,8 +273,6 @@ class Plan:
         self.has_sinks = form.sinks
         self.like = query.shape, query.stride(), query.dtype, *_sizes(inputs)
         self.splits, self.least = self._splits()
-        self.splits_of_row = self.splits if items is None else -(-self.splits // self.launches.batch)
-        """How many splits a row has; on average, where items divide the rows."""
         self.grid = self.launches.panels // self.launches.blocks, self.launches.blocks, self.splits
         self.entries = self.launches.panels * self.splits * self.launches.rows
         """Query rows of the partial outputs."""
@@ -275,7 +281,7 @@ class Plan:
         self.prepared: dict[str, Any] = {}
         """What rooms make once for this plan, by what it does."""
         self.held = self._hold()
-        self.reduce = self.launches.joins.of(self.splits_of_row)
+        self.reduce = self.launches.reduce(0)
 
     def laid_out(self, query: Tensor) -> Tensor:
         """The queries as kernels read them."""
@@ -321,7 +327,7 @@ class Plan:
         """This plan with the results of another `beside` it, over tokens that `branches` rows share."""
         self.beside = beside
         self.held = self._hold(branches)
-        self.reduce = self.launches.joins.of(self.splits_of_row + beside.splits_of_row, beside.launches.rows)
+        self.reduce = self.launches.reduce(beside.launches.rows)
         return self
 
     def fits(self, query: Tensor, inputs: PagedInputs) -> bool:

@@ -594,7 +594,7 @@ def attend_kernel(
         first = tl.load(item + 1)
         low = tl.multiple_of(tl.maximum(first, 0), T)
         high = tl.load(item + 2)
-        is_exact = EXACT and first < 0  # else that item has no tokens
+        is_exact = EXACT and first < 0  # without exact tokens, this item reads nothing
     of = b
     if ITEMS > 3:  # queries of the rows that share the tokens; a row that is missing repeats the first
         mate = r % (ITEMS - 3)

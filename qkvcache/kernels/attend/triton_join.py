@@ -15,33 +15,26 @@ from ..host.launch import Launcher
 from .triton_attend import LOG2E
 
 
-class Joins:
-    """The launches of `reduce_kernel` for `rows` query rows of each of `groups` KV heads of rows; the rest as in `Launcher`."""
-
-    def __init__(self, device: torch.device, rows: int, groups: int, held: Sequence[str], **fixed: Any) -> None:
-        self.device, self.rows, self.groups, self.held, self.fixed = device, rows, groups, held, fixed
-        self.known: dict[tuple[int, int], Callable[..., None]] = {}
-
-    def of(self, splits: int, shared: int = 0) -> Callable[..., None]:
-        """The launch for about so many splits of a row, among them the splits of a second launch of blocks of `shared` rows."""
-        channels = triton.next_power_of_2(self.fixed["DV"])
-        how = joining(self.rows * self.groups, splits, channels, self.fixed["V"].rotated)
-        key = how["S"], shared
-        if key not in self.known:
-            given = "part", "tops", "sinks", "out", "lse"
-            launch = Launcher(reduce_kernel, self.device, given, self.held, **self.fixed | how, SHARED=shared)
-            self.known[key] = functools.partial(launch, (self.rows, self.groups, channels // how["C"]))
-        return self.known[key]
+def join(device: torch.device, rows: int, groups: int, held: Sequence[str], fixed: dict[str, Any]) -> Callable[..., None]:
+    """The launch of `reduce_kernel` for `rows` query rows of each of `groups` KV heads of rows; other arguments as in `Launcher`."""
+    how = joining(rows * groups, triton.next_power_of_2(fixed["DV"]), fixed["V"].rotated)
+    launch = Launcher(reduce_kernel, device, ("part", "tops", "sinks", "out", "lse"), held, **fixed | how)
+    return functools.partial(launch, (rows, groups, -(-fixed["DV"] // how["C"])))
 
 
-def joining(rows: int, splits: int, channels: int, rotated: bool) -> dict[str, int]:
-    """The best launch for so many query rows and splits of each, of 4 to 128 splits at once and 1 to 8 warps, on an H200.
+def joining(rows: int, channels: int, rotated: bool) -> dict[str, int]:
+    """How so many query rows are joined, the best measured on an H200: S splits and C channels at once.
 
     Many rows fill the GPU if a program reads few splits at once; of few rows, all splits should be on their way at once."""
-    if rows < 1024 and splits > 8 and channels > 256 and not rotated:
-        return {"S": 8, "C": 128, "num_warps": 1}
-    at_once = 4 if splits <= 8 or rows >= 1024 else 32 if splits <= 32 or rows > 256 or channels > 128 else 128
-    return {"S": at_once, "C": channels, "num_warps": max(max(at_once, 16) * channels // 4096, 1)}
+    if rows >= 1024:
+        splits, columns, warps = 4, channels, channels // 256
+    elif channels > 256:
+        splits, columns, warps = (32, channels, 4) if rotated else (8, 128, 1)
+    elif rows > 128:
+        splits, columns, warps = 32, channels, channels // 128
+    else:
+        splits, columns, warps = (128, channels, channels // 32) if rotated else (128, 32, 1)
+    return {"S": splits, "C": columns, "num_warps": max(warps, 1)}
 
 
 @triton.jit
