@@ -38,7 +38,7 @@ from qkvcache.formats import FP8, REGISTRY, HadaQuant, Int4, Int8, TurboQuant  #
 from qkvcache.formats.base import PackedLayout  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
 from qkvcache.kernels.attend import gluon_tiles, triton_tiles
-from qkvcache.kernels.attend.launches import GLUON_TILES, OF_SHARED, Launch, launched, launched_in_tiles
+from qkvcache.kernels.attend.launches import GLUON_TILES, OF_SHARED, Launch, launched, launched_in_tiles, of_blocks
 from qkvcache.kernels.attend.triton_attend import attend_kernel
 from qkvcache.kernels.attend.triton_join import joining, reduce_kernel, rotate_kernel
 from qkvcache.kernels.host.tables import Side
@@ -77,7 +77,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "store": {"MASK": "row"},
     "items": {"ITEMS": 3, "PAGES": (PAGE, 0)},
     "shared items": {"ITEMS": 3 + TOGETHER, "PAGES": (PAGE, 0), "EXACT": False},
-    "blocks": {"T": BLOCK},
+    "blocks": {},
 }
 COUNTED = "store", "items", "shared items", "blocks"
 """Variants whose rows differ."""
@@ -117,8 +117,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
     assert key and value, format
     nvidia = TARGETS[target].backend == "cuda"
     launch = OF_SHARED if variant == "shared items" else launched(key, value, head_dim, rows, nvidia)
-    if variant == "blocks" and launch.tile > BLOCK:
-        launch = Launch(rows=launch.rows) if launch.warps == 1 else replace(launch, tile=BLOCK)
+    launch = of_blocks(launch) if variant == "blocks" else launch
     scales = {"none": dtype, "fp32": "fp32", "fp16": "fp16", "pair": "fp16", "hidden": "fp32", "group": "fp16", "block": "u8"}
     types: dict[str, str | Types] = {"query": f"*{dtype}", "region_query": f"*{dtype}", "exact": (f"*{dtype}",) * 4 + ("i32",) * 12}
     if key.rotated and key.group and head_dim & (head_dim - 1):

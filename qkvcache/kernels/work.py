@@ -10,7 +10,7 @@ from torch import Tensor
 
 LEAST_SPLIT, BALANCED_SPLIT, MOST_SPLITS = 128, 512, 100
 """Fewest tokens of a split: fewer are not worth its partial outputs; fewest where the GPU has programs enough
-without; most splits of a row, where others are read beside it: joining more costs too much."""
+without; most splits of a row, unless few rows are all that is read: joining more costs too much."""
 SPLIT_GRAIN, WAVES = 64, 4
 """Splits begin at multiples of SPLIT_GRAIN tokens, a multiple of the tiles of all launches. WAVES: programs
 that run one after another on each place of the GPU when there are many tokens, so that few places wait for

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...formats.base import Codec, PackedLayout
 from ..paged_inputs import PagedInputs
+from ..pages import BLOCK
 from ..segments import layout_of
 from ..work import LEAST_SPLIT, MOST_SPLITS
 from .reference import Options
@@ -75,6 +76,13 @@ def launched(key: PackedLayout, value: PackedLayout, head_dim: int, rows: int = 
     launches = LAUNCHES | NARROW if head_dim <= 64 and rows <= 8 else LAUNCHES
     launch = launches.get((key.kind, value.kind), Launch()) if head_dim <= 128 else WIDE
     return launch if rows <= 8 else replace(launch, rows=16)
+
+
+def of_blocks(launch: Launch) -> Launch:
+    """The launch over chosen blocks, one of which holds a whole tile."""
+    if launch.many or launch.tile <= BLOCK:
+        return launch
+    return Launch(rows=launch.rows) if launch.warps == 1 else replace(launch, tile=BLOCK)
 
 
 def tiled(query: Tensor, inputs: PagedInputs, mask: Tensor | None, options: Options) -> Launch | None:
@@ -158,7 +166,8 @@ def architecture(device: torch.device) -> tuple[int, int]:
     return (0 if torch.version.hip else properties.major * 10 + properties.minor), properties.multi_processor_count
 
 
-def programs_of(codecs: Sequence[Codec], head_dim: int, device: torch.device) -> int:
+@functools.lru_cache(maxsize=32)
+def programs_of(codecs: tuple[Codec, Codec], head_dim: int, device: torch.device) -> int:
     """Programs of the attention kernel that the GPU runs at a time, for one query of up to 16 heads of a KV head."""
     key, value = map(layout_of, codecs)
     return architecture(device)[1] * (launched(key, value, head_dim) if key and value else Launch()).programs

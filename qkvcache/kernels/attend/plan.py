@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -19,11 +18,10 @@ from ...formats.base import Codec
 from ..host.launch import Held, Launcher
 from ..host.tables import Side, Tables, tables
 from ..paged_inputs import PagedInputs
-from ..pages import BLOCK
 from ..segments import layout_of, planes_of
 from ..work import MOST_SPLITS, TOGETHER
 from . import launches as fused
-from .launches import Launch, architecture, in_one_wave, in_tiles, in_waves, launched, split, tiled
+from .launches import Launch, architecture, in_one_wave, in_tiles, in_waves, launched, of_blocks, split, tiled
 from .reference import Options
 from .triton_attend import attend_kernel
 from .triton_join import join, rotate_kernel
@@ -179,8 +177,7 @@ class Launches:
         arch, processors = architecture(device)
         rows, nvidia = self.groups * self.queries, bool(arch) or device.type == "cpu"
         launch = form.launch or launched(use.key, use.value, max(keys.dim, values.dim), rows, nvidia)
-        if form.chosen and launch.tile > BLOCK and not launch.many:  # a tile lies in one block
-            launch = Launch(rows=launch.rows) if launch.warps == 1 else replace(launch, tile=BLOCK)
+        launch = of_blocks(launch) if form.chosen else launch
         self.tile = launch.tile
         self.rows, self.many, self.gluon = launch.rows if nvidia else 16, launch.many, launch in fused.GLUON_TILES
         self.blocks, self.programs, self.schedulers = -(-rows // self.rows), processors * launch.programs, processors * fused.SCHEDULERS
@@ -194,7 +191,7 @@ class Launches:
             "queries": self.queries, "rotation": (use.queries.words, use.queries.signs),
         }  # fmt: skip
         """Arguments that launches of other kernels may share."""
-        self.others: dict[str, Launcher] = {}
+        self.others: dict[str, Callable[..., None]] = {}
         """Launches of other kernels in the same calls, by what they do."""
         options = {"num_warps": launch.warps, "num_stages": launch.stages}
         if launch.registers and arch:
@@ -211,14 +208,14 @@ class Launches:
             "V": use.value, "DV": self.value_dim, "blocks": self.blocks, "SINKS": form.sinks, "TURN": use.v_block**-0.5,
             "STAGES": use.v_block.bit_length() - 1, "signs": use.v_signs, "out_strides": self.out_strides[:3],
         }  # fmt: skip
-        self.joins: dict[int, Callable[..., None]] = {}
 
     def reduce(self, shared: int) -> Callable[..., None]:
         """The launch that joins splits with the splits of a second launch, which has so many query rows in a block; 0: there is none."""
-        if shared not in self.joins:
+        key = f"joins {shared} rows"
+        if key not in self.others:
             sizes, held = (self.groups * self.queries, self.batch * self.heads), (*OF_LAYER, *OF_CALL)
-            self.joins[shared] = join(self.attend.device, *sizes, held, self.fixed | self.joining | {"SHARED": shared})
-        return self.joins[shared]
+            self.others[key] = join(self.attend.device, *sizes, held, self.fixed | self.joining | {"SHARED": shared})
+        return self.others[key]
 
 
 class Plan:

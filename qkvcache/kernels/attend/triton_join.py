@@ -23,7 +23,7 @@ def join(device: torch.device, rows: int, groups: int, held: Sequence[str], fixe
 
 
 def joining(rows: int, channels: int, rotated: bool) -> dict[str, int]:
-    """How so many query rows are joined, the best measured on an H200: S splits and C channels at once.
+    """How so many query rows are joined, as measured on an H200: S splits and C channels at once.
 
     Many rows fill the GPU if a program reads few splits at once; of few rows, all splits should be on their way at once."""
     if rows >= 1024:

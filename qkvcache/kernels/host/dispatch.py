@@ -204,7 +204,7 @@ def _attend_pages(
 
 
 def split_rows(
-    lengths: Tensor, max_length: int, codecs: Sequence[Codec], heads: int, head_dim: int, shares: Tensor | None = None
+    lengths: Tensor, max_length: int, codecs: tuple[Codec, Codec], heads: int, head_dim: int, shares: Tensor | None = None
 ) -> Splits | None:
     """`Splits` of rows with `lengths` tokens in pages, int32 `[B]`, at most `max_length`, of `heads` KV heads,
     stored by `codecs`; None where the torch reference attends. `shares`: as in `Splits.of`."""
