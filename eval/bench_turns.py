@@ -217,7 +217,8 @@ def plot(rows: list[dict], path: Path) -> None:
                 axis.set_ylabel("times as fast (higher is better)")
                 if what == "attention":
                     axis.set_xlabel("new tokens")
-                axis.legend(fontsize=8)
+                if axis.get_legend_handles_labels()[0]:
+                    axis.legend(fontsize=8)
 
 
 def main(arguments: list[str] | None = None) -> None:

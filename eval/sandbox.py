@@ -30,7 +30,7 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def ends(program: str, seconds: float = SECONDS) -> bool:
-    """Whether a program comes to its end, within the limits and without an error. One that exits by itself does not know the status."""
+    """Whether a program comes to its end, within the limits and without an error. One that calls `os._exit` does not know the status."""
     status = random.randrange(2, 128)
     with tempfile.TemporaryDirectory() as empty, contextlib.suppress(subprocess.TimeoutExpired):
         command, quiet = [sys.executable, "-I", os.path.abspath(__file__), str(status)], subprocess.DEVNULL
@@ -60,7 +60,10 @@ def main() -> None:
     for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
     sys.addaudithook(refuse)
-    exec(program, {"__name__": "__main__"})
+    try:
+        exec(program, {"__name__": "__main__"})
+    except SystemExit:
+        status = 1
     os._exit(status)
 
 
