@@ -11,7 +11,8 @@ new      causal attention of new tokens over a past and themselves, heads as abo
          mask, which for the last of many tokens spares it nearly nothing, and the faster grouping of heads.
 
 GPU time, by replays of a CUDA graph over sets of random data in turn (`sets_of` in `gpu.py`); medians. Pages of FlashInfer have 64 tokens
-and lie in their order. What it compiles, and plans on the host, is not timed. Before a peer is timed, its output is compared with
+and lie in their order. What is compiled, or planned on the host, is not timed: --processes compile all of it first, side by side, since
+one after another the kernels take longer to compile than the cases to measure. Before a peer is timed, its output is compared with
 SDPA in fp32 on the same numbers. Floor: the bytes of the codes, or of the keys and values, at the highest rate of any row of the device.
 """
 
@@ -19,8 +20,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import multiprocessing
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from operator import itemgetter
 
@@ -30,7 +33,7 @@ from bench_latents import Bench
 from bench_turns import causal_step
 from flashinfer_kernels import DIM, KV_HEADS, PEERS, Case, check
 from gpu import LLAMA, bf16, device, graph_us, let_go, sets_of
-from harness import Table, device_name, grouped, in_time, note, outcome, parser_of, pivot, run_or_show
+from harness import Table, at_least, device_name, grouped, in_time, note, outcome, parser_of, pivot, run_or_show
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -86,8 +89,31 @@ def tasks(args: Namespace) -> Iterator[tuple[Case, str]]:
 
 
 @torch.no_grad()
+def called(case: Case, name: str, tiny: bool) -> None:
+    """One call, so that its kernels are on the disk."""
+    attention(case, name, tiny)[0]()
+    let_go()
+
+
+def compile_first(args: Namespace) -> None:
+    """Calls each format once in each case, and each peer in one, whose kernels are of all; what fails is left to `measure`."""
+    peers: dict[tuple[str, str], tuple[Case, str]] = {}
+    formats = []
+    for case, name in tasks(args):
+        if name in PEERS[case.section]:
+            peers.setdefault((case.section, name), (case, name))
+        elif name != SDPA:
+            formats.append((case, name))
+    with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
+        for case, name in (*peers.values(), *formats):
+            pool.submit(called, case, name, args.tiny)
+
+
+@torch.no_grad()
 def measure(args: Namespace) -> None:
     """Rows of the sections. What fails has a row that says so."""
+    if args.processes:
+        compile_first(args)
     same: dict = {"tiny": args.tiny, "device": device_name(device())}
     same |= {name: importlib.import_module(name).__version__ for name in ("triton", "flashinfer") if importlib.util.find_spec(name)}
     for case, name in in_time(tasks(args), args.minutes):
@@ -112,6 +138,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__, "peers_speed", float("inf"))
     parser.add_argument("--sections", nargs="+", choices=CASES, default=[*CASES])
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--processes", type=at_least(0), default=8, help="that compile kernels before any is timed")
     run_or_show(parser, parser.parse_args(arguments), measure, "", tables)
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
@@ -50,10 +51,14 @@ def bench(monkeypatch):
     return bench
 
 
-def test_every_case_has_a_row_and_a_cell(bench, tmp_path, capsys):
+def test_every_case_has_a_row_and_a_cell(bench, tmp_path, capsys, monkeypatch):
+    called = []
+    monkeypatch.setattr(bench, "ProcessPoolExecutor", lambda processes, context: ThreadPoolExecutor(processes))
+    monkeypatch.setattr(bench, "called", lambda case, name, tiny: called.append((case.section, name)))
     bench.main(["--tiny", "--out", str(tmp_path / "rows.jsonl")])
     rows = read_rows(tmp_path / "rows.jsonl")
     assert len(rows) == 24 and all(row["us"] > 0 and row["bytes"] > 0 and row["flashinfer"] == "a stand-in" for row in rows)
+    assert sorted(called) == sorted((row["what"], row["name"]) for row in rows if row["name"] != bench.SDPA)
     bench.main(["--markdown", "--out", str(tmp_path / "rows.jsonl")])
     assert capsys.readouterr().out.count(" / ") == 2 * (len(rows) + len(bench.CASES))
 
@@ -61,7 +66,7 @@ def test_every_case_has_a_row_and_a_cell(bench, tmp_path, capsys):
 def test_peers_that_are_wrong_or_missing_have_no_time(bench, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Wrapper, "run", lambda self, q, *_: q[..., :512])
     monkeypatch.delattr(sys.modules["flashinfer"], "BatchPrefillWithPagedKVCacheWrapper")
-    bench.main(["--tiny", "--sections", "latents,new", "--out", str(tmp_path / "rows.jsonl")])
+    bench.main(["--tiny", "--processes", "0", "--sections", "latents,new", "--out", str(tmp_path / "rows.jsonl")])
     failed = [row["failed"].split(":")[0] for row in read_rows(tmp_path / "rows.jsonl") if "failed" in row]
     assert failed == ["ValueError"] * 2 + ["AttributeError"] * 2 and capsys.readouterr().out.count("failed") == 4
     with pytest.raises(SystemExit):
