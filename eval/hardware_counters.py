@@ -19,7 +19,6 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,6 +44,7 @@ DEFAULT = (
     *(f"new:{name}:8x32768+64" for name in ("int8", "turboquant_4bit_nc")),
 )
 NCU = ("--clock-control", "none", "--set", "full", "--profile-from-start", "off", "-k", "regex:attend", "-f", "-o")
+PAGE = "--page", "raw", "--csv"
 COUNTERS = {
     "us": "gpu__time_duration.sum",
     "dram_percent": "dram__bytes_read.sum.pct_of_peak_sustained_elapsed",
@@ -97,9 +97,13 @@ def launches(report: str) -> Iterator[dict]:
 def measure(args: Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         report = str(Path(folder) / "report")
-        run = partial(subprocess.run, check=True, text=True, stdout=subprocess.PIPE)
-        run(["ncu", *NCU, report, sys.executable, __file__, "--call", "--cases", *args.cases])
-        found = list(launches(run(["ncu", "-i", f"{report}.ncu-rep", "--page", "raw", "--csv"]).stdout))
+        called = [sys.executable, __file__, "--call", "--cases", *args.cases]
+        try:
+            subprocess.run(["ncu", *NCU, report, *called], check=True)
+            page = subprocess.run(["ncu", "-i", f"{report}.ncu-rep", *PAGE], check=True, text=True, stdout=subprocess.PIPE).stdout
+        except subprocess.CalledProcessError as error:
+            sys.exit(f"ncu ended with status {error.returncode}; its messages are above")
+    found = list(launches(page))
     if len(found) != len(args.cases):
         sys.exit(f"{len(found)} kernels were profiled in {len(args.cases)} cases: {[row['kernel'] for row in found]}")
     for name, row in zip(args.cases, found, strict=True):

@@ -15,8 +15,10 @@ UNITS = ["", "", "ms", *[""] * (len(HEADERS) - 3)]
 LAUNCH = ["attend_kernel", "1.25", "64.5", "75", "61", "57", "15", "25", "168", "1,234,567", "1.5", "0.5", "2", "9"]
 
 NCU = """#!{python}
-import sys
+import os, sys
 if "-i" in sys.argv:
+    if not os.path.exists({page!r}):
+        sys.exit(1)
     print("==PROF== a note")
     print(open({page!r}).read())
 else:
@@ -61,6 +63,11 @@ def test_kernels_that_are_missing_give_no_rows(page, tmp_path):
     with pytest.raises(SystemExit, match="1 kernels were profiled in 2 cases"):
         counters.main(["--cases", "decode:int8:8x32768", "new:int8:1x32768+64", "--out", str(tmp_path / "rows.jsonl")])
     assert not read_rows(tmp_path / "rows.jsonl")
+
+
+def test_a_failure_of_ncu_has_a_message(page, tmp_path):
+    with pytest.raises(SystemExit, match="ncu ended with status 1"):
+        counters.main(["--cases", "decode:int8:8x32768", "--out", str(tmp_path / "rows.jsonl")])
 
 
 def test_without_ncu_it_says_where_it_comes_from(monkeypatch, capsys):
