@@ -11,9 +11,9 @@ new      causal attention of new tokens over a past and themselves, heads as abo
          mask, which for the last of many tokens spares it nearly nothing, and the faster grouping of heads.
 
 GPU time, by replays of a CUDA graph over sets of random data in turn (`sets_of` in `gpu.py`); medians. Pages of FlashInfer have 64 tokens
-and lie in their order. What is compiled, or planned on the host, is not timed: --processes compile all of it first, side by side, since
-one after another the kernels take longer to compile than the cases to measure. Before a peer is timed, its output is compared with
-SDPA in fp32 on the same numbers. Floor: the bytes of the codes, or of the keys and values, at the highest rate of any row of the device.
+and lie in their order. What is compiled, or planned on the host, is not timed: `--processes` processes compile all kernels
+first, side by side. Before a peer is timed, its output is compared with SDPA in fp32 on the same numbers. Floor: the bytes of
+the codes, or of the keys and values, at the highest rate of any row of the device.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ def tasks(args: Namespace) -> Iterator[tuple[Case, str]]:
 
 @torch.no_grad()
 def called(case: Case, name: str, tiny: bool) -> None:
-    """One call, so that its kernels are on the disk."""
+    """One call, which leaves its kernels in the compilers' caches on the disk."""
     attention(case, name, tiny)[0]()
     let_go()
 
 
 def compile_first(args: Namespace) -> None:
-    """Calls each format once in each case, and each peer in one, whose kernels are of all; what fails is left to `measure`."""
+    """Calls each format in each case, and each peer in one case, since its kernels serve all; what fails is left to `measure`."""
     peers: dict[tuple[str, str], tuple[Case, str]] = {}
     formats = []
     for case, name in tasks(args):

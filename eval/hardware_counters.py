@@ -1,6 +1,6 @@
 """Hardware counters of the attention kernels, by Nsight Compute (`ncu`); rows in eval/results/hardware_counters.jsonl.
 
-    python eval/hardware_counters.py [--cases decode:int8:8x32768 latents:int8:8x32768:128heads]    needs a GPU and ncu; two minutes
+    python eval/hardware_counters.py [--cases decode:int8:8x32768 latents:int8:8x32768:128heads]    needs a GPU and ncu
     python eval/hardware_counters.py --markdown     the table of the documentation, from the rows
 
 ncu runs this script once more (`--call`), which calls each case of `bench_peers.py` three times; the attention kernel of the third call is
@@ -57,6 +57,7 @@ COUNTERS = {
     "instructions": "smsp__inst_executed.sum",
 }
 US = {"ns": 1e-3, "us": 1.0, "ms": 1e3}
+"""Microseconds in the unit that ncu chose."""
 STALLS = "smsp__average_warps_issue_stalled_", "_per_issue_active.ratio"
 
 
@@ -86,8 +87,8 @@ def launches(report: str) -> Iterator[dict]:
         number = {
             name: float(found[name].replace(",", "") or 0) for name in found if name in COUNTERS.values() or name.startswith(STALLS[0])
         }
+        number[COUNTERS["us"]] *= US[units[COUNTERS["us"]]]
         row = {name: round(number[counter], 2) for name, counter in COUNTERS.items()}
-        row["us"] = round(number[COUNTERS["us"]] * US[units[COUNTERS["us"]]], 2)
         stalls = {name[len(STALLS[0]) : -len(STALLS[1])]: x for name, x in number.items() if name.endswith(STALLS[1])}
         longest = sorted(stalls, key=lambda name: -stalls[name])[:8]
         share = 100 / (sum(stalls.values()) or 1)

@@ -9,7 +9,7 @@ import hardware_counters as counters
 import pytest
 from harness import read_rows
 
-STALLED = [f"{name}".join(counters.STALLS) for name in ("wait", "selected", "long_scoreboard")]
+STALLED = [name.join(counters.STALLS) for name in ("wait", "selected", "long_scoreboard")]
 HEADERS = ["ID", "Kernel Name", *counters.COUNTERS.values(), *STALLED, "smsp__average_warps_issue_stalled_wait_not_issued.ratio"]
 UNITS = ["", "", "ms", *[""] * (len(HEADERS) - 3)]
 LAUNCH = ["attend_kernel", "1.25", "64.5", "75", "61", "57", "15", "25", "168", "1,234,567", "1.5", "0.5", "2", "9"]
