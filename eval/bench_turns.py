@@ -31,7 +31,7 @@ from transformers.cache_utils import Cache
 from qkvcache import CompressedCache, PrefixStore
 from qkvcache.attention.route import path_of
 from qkvcache.kernels import attend_on_codes
-from qkvcache.kernels.attend.chunked import attend_chunked
+from qkvcache.kernels.attend.chunked import attend_chunked, outruns_tiles
 from qkvcache.releases import passing
 
 SECTIONS = ("turns", "attention", "prefix")
@@ -78,7 +78,7 @@ def causal_step(format: str, rows: int, queries: int, config: LlamaConfig, past:
     inputs = cache.update(key, value, 0)[0].attention_inputs
 
     def attend() -> Tensor:
-        in_chunks = path_of("sdpa", query, inputs) == "chunks"
+        in_chunks = path_of("sdpa", query, inputs) == "chunks" or outruns_tiles(query, key.shape[1])
         return attend_chunked(query, inputs)[0] if in_chunks else attend_on_codes(query, inputs, causal=True)
 
     return attend

@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ..autocast import with_autocast, without_autocast
 from ..kernels import AttentionInputs, attends_in_tiles, chooses, on_triton
-from ..kernels.attend.chunked import CHUNK_BYTES, attend_chunked, supports
+from ..kernels.attend.chunked import CHUNK_BYTES, attend_chunked, outruns_tiles, supports
 from .again import notice_again
 from .compressed_kv import CompressedKV, Form, as_the_model_has_them, of_one_update, warn_once
 from .full import NAME, full_attention
@@ -130,7 +130,8 @@ def path_of(implementation: str, query: Tensor, attention_inputs: AttentionInput
                      In torch, the scores of more queries, in fp32, would exceed a dequantized layer.
         tiles    more rows, where `attends_in_tiles`, if the outputs in fp32 have at most CHUNK_BYTES
                      A code is dequantized once for up to 128 rows. Larger outputs would take more memory than chunks.
-        chunks   eager inference in dtypes of flash attention, without a softcap under flash and flex
+        chunks   eager inference in dtypes of flash attention, without a softcap under flash and flex; and where it `outruns_tiles`, if no
+                 column is hidden
                      Memory is bounded. In torch a softcap is slow, which those two have in their kernels.
         dense    everything else
                      The model's own function has every option, and gradients.
@@ -233,6 +234,8 @@ def _attend_on_codes(
         return out
     if path != "codes" and not padding.fits:
         return None
+    if path == "tiles" and hidden is None and options["softcap"] is None and outruns_tiles(query, key.side.shape[1]):
+        path = "chunks"
     if path == "chunks":
         return attend_chunked(query, key.attention_inputs, hidden, shown_from=padding.shown_from, **options)[0]
     if plan := AttentionPlan.of(implementation, module, query, key, given, keywords, shown, options | {"causal": causal}):

@@ -8,7 +8,8 @@ the outputs are merged by their log-sum-exps. The exact tokens, with the new one
     exact      sink tokens, residual, the new tokens              causal among the new tokens, and the same columns
 
 Flash attention takes no mask of columns: up to the last column that is hidden, torch's memory-efficient attention runs.
-cuDNN is faster, but prepares a plan for each shape that it first meets, which takes 45 to 800 ms on an H200: longer than a turn.
+On Hopper `gluon_dense.py` takes the place of flash attention. cuDNN prepares a plan for each shape that it first meets, which takes 45 to
+800 ms on an H200: longer than a turn.
 
 The query heads of a group are rows of their KV head, so that keys and values are never copied for query
 heads. Vectors that are stored rotated stay rotated in the scratch: queries are rotated before, and the merged
@@ -21,13 +22,14 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...formats.base import Codec
 from ...formats.rotation import rotation_block
-from ..host.dispatch import dequantize_pages, on_triton
+from ..host.dispatch import dequantize_pages, module, on_triton
 from ..inputs import AttentionInputs
 from ..pages import Pages
 from ..segments import Exact, Packed, Pair, join_tokens
@@ -39,8 +41,11 @@ CHUNK_TOKENS, CHUNK_BYTES = 65536, 512 * 2**20
 BLOCK = 2**24
 """The most scores in memory at a time where torch computes them."""
 MERGED_PARTS = 8
-"""The number of parts that are merged at a time. The outputs of more parts would take more memory than a
+"""The number of parts from which on they are merged. The outputs of more parts would take more memory than a
 dense layer."""
+FEWEST_DENSE_ROWS = 1025
+"""Query rows of a KV head from which on dequantizing for `gluon_dense.py` is faster than attention to codes in tiles: on an H200, of 1,024
+as of 2,048 rows (`"what": "new tokens in chunks` in `eval/results/past.jsonl`)."""
 
 
 Fill = Callable[[Pair], None]
@@ -180,12 +185,16 @@ def attend_chunked(
         under_mask = min(max(masked - column, 0), count)
         counts = [part for part in (under_mask, count - under_mask) if part]
         for keys, values in zip(*(x[:, :, :count].split(counts, dim=2) for x in scratch), strict=True):
-            shown, bias = keys.shape[2], None
+            shown = keys.shape[2]
             if hidden is not None and column < masked:
                 bias = hidden_bias(_by_head(hidden)[:, :, None, column : column + shown], query.dtype)
-            parts.append(library_attention(rotated, keys, values, bias, unrotated, softcap))
+                parts.append(library_attention(rotated, keys, values, bias, unrotated, softcap))
+            elif softcap is None and on_hopper(rotated, keys, values):
+                parts += gluon_attend(rotated, keys, values, unrotated)
+            else:
+                parts.append(library_attention(rotated, keys, values, None, unrotated, softcap))
             column += shown
-            if len(parts) == MERGED_PARTS:
+            if len(parts) >= MERGED_PARTS:
                 parts = [merge_parts(parts, query_heads, queries, heads, None)]
     if pieces and (codec := pieces[0][1][1]).rotation is not None:
         out, lse = merge_parts(parts, query_heads, queries, heads, None) if len(parts) > 1 else parts[0]
@@ -277,6 +286,27 @@ def library_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | 
     return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, scale=scaling)[:2]
 
 
+def on_hopper(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether `gluon_dense.attend` serves these tensors."""
+    if not on_triton(query.device) or query.dtype not in (torch.float16, torch.bfloat16) or query.shape[3] not in (64, 128):
+        return False
+    fused = module("attend.launches")
+    if fused.architecture(query.device)[0] // 10 != 9 or not fused.knows_gluon(*fused.GLUON_OF_TILES):
+        return False
+    aligned = (x.data_ptr() % 16 == 0 and all(n % 8 == 0 for n in x.stride()[:3]) for x in (key, value))
+    return query.stride(3) == key.stride(3) == value.stride(3) == 1 and all(aligned)
+
+
+def gluon_attend(*args: Any) -> list[Part]:
+    """`gluon_dense.attend`: Gluon is imported where it runs."""
+    return module("attend.gluon_dense").attend(*args)
+
+
+def outruns_tiles(query: Tensor, heads: int) -> bool:
+    """Whether attention in chunks to tokens of which none is hidden is faster than in tiles."""
+    return query.shape[1] // heads * query.shape[2] >= FEWEST_DENSE_ROWS and on_hopper(query, query, query)
+
+
 def most_tokens(query: Tensor, heads: int) -> int:
     """The tokens whose keys and values, of `heads` heads and like the query `[B, Hq, Q, D]`, fit in CHUNK_BYTES."""
     batch, _, _, dim = query.shape
@@ -311,6 +341,8 @@ def causal_attention(
 ) -> list[Part]:
     """Attention over the exact tokens `[B, H, T, D]`, of which the last `Q` are the queries' own."""
     queries, tokens = query.shape[2], key.shape[2]
+    if hidden is None and softcap is None and on_hopper(folded, key, value):
+        return gluon_attend(folded, key, value, scaling, queries)
     if query.is_cuda and hidden is None and softcap is None:
         # Causal means aligned with the last key in this operator. It serves the heads of a group without copies.
         return [torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scaling)[:2]]

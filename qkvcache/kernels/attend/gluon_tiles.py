@@ -73,13 +73,13 @@ _FMA = gl.constexpr("fma.rn.f16x2 $0, $1, $2, $3;")
 
 
 @gluon.constexpr_function
-def _products(rows: int, columns: int):
+def product_layout(rows: int, columns: int):
     """The layout of a product of `rows` rows and `columns` columns: 16 rows a warp."""
     return gl.NVMMADistributedLayout([3, 0], [rows // 16, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
-def _in_tile(dim: int):
+def tile_layout(dim: int):
     """The layout in shared memory of rows of `dim` channels of 16 bits, as tensor cores read them."""
     return gl.NVMMASharedLayout(min(2 * dim, 128), 16)
 
@@ -101,14 +101,14 @@ def _in_halves(layout):
 
 
 @gluon.jit
-def _wait(number, threads: gl.constexpr):
+def wait_at(number, threads: gl.constexpr):
     """Waits at barrier `number` until `threads` threads wait there or have arrived."""
     gl.inline_asm_elementwise(_WAIT, "=r,r,r", [number, threads], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _arrive(number, threads: gl.constexpr):
-    """Arrives at barrier `number`, as in `_wait`."""
+def arrive_at(number, threads: gl.constexpr):
+    """Arrives at barrier `number`, as in `wait_at`."""
     gl.inline_asm_elementwise(_ARRIVE, "=r,r,r", [number, threads], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -117,7 +117,7 @@ def _completes(FIRST: gl.constexpr, tile, GROUPS: gl.constexpr):
     """Tells GROUPS groups that a tile, `tile` of 0 and 1, is complete; FIRST: HAS_KEYS or HAS_VALUES."""
     fence_async_shared()
     for i in gl.static_range(GROUPS):
-        _arrive(FIRST + 2 * tile + i, OF_TILE)
+        arrive_at(FIRST + 2 * tile + i, OF_TILE)
 
 
 @gluon.jit
@@ -127,10 +127,31 @@ def _fma(x, factor, start):
 
 
 @gluon.jit
-def _hidden(s, shown):
-    """Scores `s`, fp32 [R, T], that are -inf where `shown`, int32 [T], is 0. The compiler must not run it outside of the branch where it
-    stands, so that few tiles pay for it."""
-    return tl.inline_asm_elementwise(_HIDDEN, "=r,r,r", [s, shown[None, :]], dtype=gl.float32, is_pure=False, pack=1)
+def hidden(s, shown):
+    """Scores `s`, fp32 [R, T], that are -inf where `shown`, int32 [1 or R, T], is 0. The compiler must not run it outside of the branch
+    where it stands, so that few tiles pay for it."""
+    return tl.inline_asm_elementwise(_HIDDEN, "=r,r,r", [s, shown], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def hide_end(s, token, t, high, seen, STEP: gl.constexpr):
+    """Scores `s` of the tokens `token + t`, int [T], without those from `high` on."""
+    if token + s.shape[1] > high:
+        s = hidden(s, (token + t < high).to(gl.int32)[None, :])
+    return s
+
+
+@gluon.jit
+def _hide_masked(s, token, t, high, seen, STEP: gl.constexpr):
+    """`hide_end`, and without those that a mask hides. `seen`: the mask, its stride, sinks before the tokens, whether it hides any of
+    them, and chosen blocks."""
+    mask, mask_t, n_sinks, hides, blocks = seen
+    s = hide_end(s, token, t, high, seen, STEP)
+    if hides:
+        place = gl.minimum(token + t, high - 1)
+        shown = gl.load(mask + (n_sinks + token_of(blocks, place, STEP)) * mask_t)
+        s = hidden(s, (shown != 0).to(gl.int32)[None, :])
+    return s
 
 
 @gluon.jit
@@ -258,7 +279,7 @@ def _queries(K: gl.constexpr, D: gl.constexpr, TURN: gl.constexpr, query, rows, 
     `center`."""
     R: gl.constexpr = q.shape[0]
     own: gl.constexpr = query.dtype.element_ty
-    LAYOUT: gl.constexpr = _products(R, D)
+    LAYOUT: gl.constexpr = product_layout(R, D)
     LOADED: gl.constexpr = copied(D, R // 16)
     WORDS: gl.constexpr = D // K.per
     place = gl.arange(0, D, gl.SliceLayout(0, LOADED))
@@ -268,10 +289,10 @@ def _queries(K: gl.constexpr, D: gl.constexpr, TURN: gl.constexpr, query, rows, 
     at = gl.convert_layout(rows, gl.SliceLayout(1, LOADED))[:, None]
     there = gl.convert_layout(live, gl.SliceLayout(1, LOADED))[:, None]
     if K.rotated:
-        x_shared = gl.allocate_shared_memory(own, [R, D], _in_tile(D), gl.load(query + at + place[None, :], mask=there, other=0.0))
+        x_shared = gl.allocate_shared_memory(own, [R, D], tile_layout(D), gl.load(query + at + place[None, :], mask=there, other=0.0))
         i = gl.arange(0, D, gl.SliceLayout(1, LOADED))
         turn = gl.load(rotation + i[:, None] * D + channel[None, :]).to(own)
-        turn_shared = gl.allocate_shared_memory(own, [D, D], _in_tile(D), turn)
+        turn_shared = gl.allocate_shared_memory(own, [D, D], tile_layout(D), turn)
         fence_async_shared()
         barrier()
         x = warpgroup_mma(x_shared, turn_shared, gl.full([R, D], 0.0, gl.float32, LAYOUT))
@@ -297,7 +318,7 @@ def _exact_tiles(
     m, l, acc = state
     T: gl.constexpr = k.shape[0]
     R: gl.constexpr = q.shape[0]
-    SCORES: gl.constexpr = _products(R, T)
+    SCORES: gl.constexpr = product_layout(R, T)
     t = gl.arange(0, T, gl.SliceLayout(0, SCORES))
     for begin in range(0, tokens, T):
         barrier()
@@ -381,7 +402,7 @@ def _produce(
         _dequantize(K, D, keys.index(after), k_codes.index(after), k_bits.index(after), k_scales, after, k_unscale, T, ARCH)
         _completes(HAS_KEYS, after, GROUPS)
         if token >= low:
-            _wait(FREE + after, OF_STEP)
+            wait_at(FREE + after, OF_STEP)
             _dequantize(V, DV, values.index(here), v_codes.index(here), v_bits.index(here), v_scales, here, v_unscale, high - token, ARCH)
             _completes(HAS_VALUES, here, GROUPS)
         ahead = token + 3 * T  # over what was dequantized: Triton has a barrier of these warps here
@@ -392,41 +413,59 @@ def _produce(
         v_entries = k_entries
         tile += 1
     async_copy.wait_group(0)
-    _wait(FREE + ((tile + 1) & 1), OF_STEP)
+    wait_at(FREE + ((tile + 1) & 1), OF_STEP)
 
 
 @gluon.jit
 def _attend(
-    q, tiles, low, high, seen, results, CENTERED: gl.constexpr, CAP: gl.constexpr, MASK: gl.constexpr, ARCH: gl.constexpr,
+    q, tiles, low, high, seen, results, HIDE: gl.constexpr, CENTERED: gl.constexpr, CAP: gl.constexpr, ARCH: gl.constexpr,
     STEP: gl.constexpr,
 ):  # fmt: skip
     """Attention of the R rows of `q`, shared fp16 [R, D], to the tokens from `low` to `high`, which `_produce` dequantizes.
 
-    tiles     as in `_produce`
-    seen      the mask, its stride, sinks before the tokens, whether it hides any of them, and chosen blocks
+    tiles     as in `_produce`                      seen, HIDE    as in `attend_in_turns`
     results   `part`, `tops` (before: products with the mean of keys, and factors of scores), the first row of the program in both, the
               rows that there are, and the unit of the output
     """
-    keys, values = tiles
-    mask, mask_t, n_sinks, hides, blocks = seen
     part, tops, entry, live_rows, unit = results
+    R: gl.constexpr = q.shape[0]
+    DV: gl.constexpr = tiles[1].shape[2]
+    row = gl.arange(0, R, gl.SliceLayout(1, product_layout(R, tiles[0].shape[1])))
+    factor = gl.load(tops + (entry + row) * 2 + 1)
+    m, l, acc = attend_in_turns(q, tiles, low, high, factor, tops + entry * 2, seen, HIDE, CENTERED, CAP, ARCH, STEP)
+    if CENTERED and CAP == 0:
+        m += gl.load(tops + (entry + row) * 2)
+    _store(part, tops, entry, row, live_rows, DV, m, l, acc * unit)
+
+
+@gluon.jit
+def attend_in_turns(
+    q, tiles, low, high, factor, products, seen, HIDE: gl.constexpr, CENTERED: gl.constexpr, CAP: gl.constexpr, ARCH: gl.constexpr,
+    STEP: gl.constexpr,
+):  # fmt: skip
+    """Maximum, normaliser and output, fp32 [R], [R] and [R, DV], of the rows of `q`, shared [R, D], over the tokens from `low` to `high`.
+
+    tiles      keys and values, shared [2, T, D] and [2 or 3, T, DV], of which other warps say by barriers that they are complete
+    factor     of scores, fp32 [R]
+    products   of queries with the mean of keys, fp32, each two numbers after the last; read if CENTERED and CAP
+    HIDE       a function that hides scores of a tile, as `hide_end`; `seen` and STEP are what it reads
+    """
+    keys, values = tiles
     R: gl.constexpr = q.shape[0]
     T: gl.constexpr = keys.shape[1]
     DV: gl.constexpr = values.shape[2]
     OF_STEP: gl.constexpr = 32 * PRODUCERS + 2 * R
-    SCORES: gl.constexpr = _products(R, T)
-    OUTPUT: gl.constexpr = _products(R, DV)
+    SCORES: gl.constexpr = product_layout(R, T)
+    OUTPUT: gl.constexpr = product_layout(R, DV)
     OF_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     OF_OUTPUT: gl.constexpr = gl.SliceLayout(1, OUTPUT)
-    row = gl.arange(0, R, OF_ROW)
-    factor = gl.load(tops + (entry + row) * 2 + 1)
     m, l, acc = _nothing(R, T, DV)
     t = gl.arange(0, T, gl.SliceLayout(0, SCORES))
     zeros = gl.full([R, T], 0.0, gl.float32, SCORES)
     group = gl.inline_asm_elementwise(_GROUP, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    _wait(HAS_KEYS + group, OF_TILE)
+    wait_at(HAS_KEYS + group, OF_TILE)
     s = warpgroup_mma_wait(0, deps=(warpgroup_mma(q, keys.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True),))
-    _arrive(FREE + 1, OF_STEP)
+    arrive_at(FREE + 1, OF_STEP)
     unfinished = warpgroup_mma_init(acc)
     tile = low * 0
     for token in range(low, high, T):
@@ -434,41 +473,33 @@ def _attend(
         if CAP != 0:
             s = s * factor[:, None]
             if CENTERED:
-                s = s + gl.load(tops + (entry + row) * 2)[:, None]
+                s = s + gl.load(products + gl.arange(0, R, OF_ROW) * 2)[:, None]
             s = capped(s, CAP, ARCH)
             of_tile = gl.full([R], 1.0, gl.float32, OF_ROW)
-        if token + T > high:
-            s = _hidden(s, (token + t < high).to(gl.int32))
-        if MASK:
-            if hides:
-                place = gl.minimum(token + t, high - 1)
-                shown = gl.load(mask + (n_sinks + token_of(blocks, place, STEP)) * mask_t)
-                s = _hidden(s, (shown != 0).to(gl.int32))
+        s = HIDE(s, token, t, high, seen, STEP)
         w, m, l, shrink = _weights(m, l, s, of_tile, ARCH)
-        p = gl.convert_layout(w.to(gl.float16), gl.DotOperandLayout(0, OUTPUT, 2))
-        acc = warpgroup_mma_wait(0, deps=(unfinished,))  # before the next product, which the compiler would have complete too
+        # Before the next product, which the compiler would have complete too; and before the new weights take the registers that it reads.
+        acc, w = warpgroup_mma_wait(0, deps=(unfinished, w))
+        p = gl.convert_layout(w.to(values.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         here, after = tile & 1, (tile + 1) & 1
-        _wait(HAS_KEYS + 2 * after + group, OF_TILE)
+        wait_at(HAS_KEYS + 2 * after + group, OF_TILE)
         following = warpgroup_mma(q, keys.index(after).permute((1, 0)), zeros, use_acc=False, is_async=True)
         acc = acc * gl.convert_layout(shrink, OF_OUTPUT)[:, None]
-        _wait(HAS_VALUES + 2 * here + group, OF_TILE)
-        unfinished = warpgroup_mma(p, values.index(here), acc, is_async=True)
+        wait_at(HAS_VALUES + 2 * here + group, OF_TILE)
+        unfinished = warpgroup_mma(p, values.index(here if values.shape[0] == 2 else tile % values.shape[0]), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=(following,))
-        _wait(TOGETHER + group, 128)  # without it, three warps of four were seen to go on too early
-        _arrive(FREE + here, OF_STEP)
+        wait_at(TOGETHER + group, 128)  # correct without it, but up to a tenth slower
+        arrive_at(FREE + here, OF_STEP)
         tile += 1
-    acc = warpgroup_mma_wait(0, deps=(unfinished,)) * unit
-    if CENTERED and CAP == 0:
-        m += gl.load(tops + (entry + row) * 2)
-    _store(part, tops, entry, row, live_rows, DV, m, l, acc)
+    return m, l, warpgroup_mma_wait(0, deps=(unfinished,))
 
 
 @gluon.jit
 def _nothing(R: gl.constexpr, T: gl.constexpr, DV: gl.constexpr):
     """Maximum, normaliser and output of R rows before the first tile of T tokens."""
-    OF_ROW: gl.constexpr = gl.SliceLayout(1, _products(R, T))
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, product_layout(R, T))
     m = gl.full([R], MASKED_SCORE, gl.float32, OF_ROW)
-    return m, gl.full([R], 0.0, gl.float32, OF_ROW), gl.full([R, DV], 0.0, gl.float32, _products(R, DV))
+    return m, gl.full([R], 0.0, gl.float32, OF_ROW), gl.full([R, DV], 0.0, gl.float32, product_layout(R, DV))
 
 
 @gluon.jit
@@ -517,7 +548,7 @@ def attend_tiles_kernel(
     V_ONCE: gl.constexpr = VALUES.once
     K_STRIDES: gl.constexpr = KEYS.strides
     V_STRIDES: gl.constexpr = VALUES.strides
-    OF_ROW: gl.constexpr = gl.SliceLayout(1, _products(R, EXACT_TILE))
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, product_layout(R, EXACT_TILE))
     bh, split, splits = place_of_program(EXACT)
     block = gl.program_id(1)
     b = (bh // heads).to(gl.int64)
@@ -545,9 +576,9 @@ def attend_tiles_kernel(
     if EXACT and split == 0:
         own: gl.constexpr = query.dtype.element_ty
         LOADED: gl.constexpr = copied(D, R // 16)
-        xq = gl.allocate_shared_memory(own, [R, D], _in_tile(D))
-        xk = gl.allocate_shared_memory(own, [EXACT_TILE, D], _in_tile(D))
-        xv = gl.allocate_shared_memory(own, [EXACT_TILE, DV], _in_tile(DV))
+        xq = gl.allocate_shared_memory(own, [R, D], tile_layout(D))
+        xk = gl.allocate_shared_memory(own, [EXACT_TILE, D], tile_layout(D))
+        xv = gl.allocate_shared_memory(own, [EXACT_TILE, DV], tile_layout(DV))
         number, q_rows = _rows(block * R + row, G, queries, query_strides, b, h)
         at = gl.convert_layout(q_rows, gl.SliceLayout(1, LOADED))[:, None] + gl.arange(0, D, gl.SliceLayout(0, LOADED))[None, :]
         xq.store(gl.load(query + at))
@@ -580,7 +611,7 @@ def attend_tiles_kernel(
                 hides = hides_any(mask, n_sinks + low, n_sinks + high, mask_t)
             k_norm = _norm(K, D, K_ONCE, k_head, K_STRIDES, table, blocks, low, high, PAGE, BASE, STEP)
             v_norm = gl.maximum(_norm(V, DV, V_ONCE, v_head, V_STRIDES, table, blocks, low, high, PAGE, BASE, STEP), 1e-30)
-            q = gl.allocate_shared_memory(gl.float16, [R, D], _in_tile(D))
+            q = gl.allocate_shared_memory(gl.float16, [R, D], tile_layout(D))
             k_mean = k_planes[3] + b * mean_strides[0] + h * mean_strides[1]
             _, q_rows = _rows(block * R + row, G, queries, query_strides, b, h)
             factor, q_center = _queries(K, D, TURN, query, q_rows, row < live_rows, rotation, k_mean, scaling, q)
@@ -588,18 +619,19 @@ def attend_tiles_kernel(
             at = entry + gl.convert_layout(row, factor.type.layout)
             gl.store(tops + at * 2, q_center)
             gl.store(tops + at * 2 + 1, gl.maximum(factor * k_norm, 1e-37))
-            keys = gl.allocate_shared_memory(gl.float16, [2, T, D], _in_tile(D))
-            values = gl.allocate_shared_memory(gl.float16, [2, T, DV], _in_tile(DV))
+            keys = gl.allocate_shared_memory(gl.float16, [2, T, D], tile_layout(D))
+            values = gl.allocate_shared_memory(gl.float16, [2, T, DV], tile_layout(DV))
             fence_async_shared()
             barrier()
             CENTERED: gl.constexpr = K.centered
             CAP: gl.constexpr = 0.0 if SOFTCAP is None else SOFTCAP
             pages = k_head, v_head, table, blocks, power_of(K) / k_norm, power_of(V) / v_norm
+            HIDE: gl.constexpr = _hide_masked if MASK else hide_end
             seen = mask, mask_t, n_sinks, hides, blocks
             results = part, tops, entry, live_rows, v_norm * (unit_of(V) / power_of(V))
             gl.warp_specialize(
                 [
-                    (_attend, (q, (keys, values), low, high, seen, results, CENTERED, CAP, MASK, ARCH, STEP)),
+                    (_attend, (q, (keys, values), low, high, seen, results, HIDE, CENTERED, CAP, ARCH, STEP)),
                     (_produce, ((keys, values), low, high, pages, KEYS, VALUES, R // 64, PAGE, BASE, STEP, ARCH)),
                 ],
                 [PRODUCERS],
