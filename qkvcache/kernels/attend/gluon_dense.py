@@ -65,8 +65,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float, queries: i
 
 
 def splits_of(tokens: int, panels: int, processors: int) -> int:
-    """Splits of the tokens, one to eight, that leave the fewest multiprocessors without work while the last programs run, each of which fills
-    one. `panels`: blocks of query rows of all heads. Another kernel merges the outputs of each number of parts, hence few numbers."""
+    """Splits of the tokens that leave the fewest multiprocessors without work while the last programs run; a program fills one. `panels`:
+    blocks of query rows of all heads. Another kernel merges the outputs of each number of parts: therefore few numbers are possible."""
     return min((1, 2, 4, 8), key=lambda n: -(-panels * n // processors) * (tokens / n + TILES_COST))
 
 
