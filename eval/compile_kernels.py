@@ -4,8 +4,9 @@
     python eval/compile_kernels.py --all        every format for every GPU
 
 A line for each kernel: registers, stack and spilt bytes, shared memory; of its longest innermost loop instructions, conversions of
-integers, stores of 16-bit data to shared memory, spills. Exit status 1 if a kernel for an NVIDIA GPU spills in that loop, or has a stack
-of more than 128 bytes, and if products of `gluon_tiles.py` are computed one after another or waited for without a barrier.
+integers, stores of 16-bit data to shared memory, spills. Exit status 1 if a kernel for an NVIDIA GPU spills in that loop, has a stack of
+more than 128 bytes, or writes to registers that an unfinished product reads (`machine_code.py`); and if products of `gluon_tiles.py` or
+`gluon_dense.py` are computed one after another or waited for without a barrier.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from typing import Any
 os.environ.pop("TRITON_INTERPRET", None)  # before anything imports triton
 
 import triton  # noqa: E402
+from machine_code import loops, overwritten  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+from triton.experimental.gluon.language import NVMMASharedLayout  # noqa: E402
 
 from qkvcache.batching import triton_gather
 from qkvcache.evict import triton_replace, triton_rotate, triton_sum_attention
@@ -37,7 +40,7 @@ from qkvcache.evict.triton_sum_keys import sum_keys_kernel
 from qkvcache.formats import FP8, REGISTRY, HadaQuant, Int4, Int8, TurboQuant  # noqa: E402
 from qkvcache.formats.base import PackedLayout  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
-from qkvcache.kernels.attend import gluon_tiles, triton_tiles
+from qkvcache.kernels.attend import gluon_dense, gluon_tiles, triton_tiles
 from qkvcache.kernels.attend.launches import GLUON_TILES, OF_SHARED, Launch, launched, launched_in_tiles, of_blocks
 from qkvcache.kernels.attend.triton_attend import attend_kernel
 from qkvcache.kernels.attend.triton_join import joining, reduce_kernel, rotate_kernel
@@ -60,6 +63,8 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 GREATEST_STACK = 128
+IN_TURNS = gluon_tiles.attend_tiles_kernel, gluon_dense.attend_dense_kernel
+"""Kernels with `attend_in_turns`."""
 RECORD_TYPES = dict.fromkeys(("row_lengths", "columns", "order", "where"), "*i64") | dict.fromkeys(("column_mask", "is_valid"), "*i1")
 RECORD_TYPES |= {"records": ("*i32", "*fp32", "*fp32", "*fp32")}
 OPTIONS = (
@@ -167,6 +172,16 @@ def attention_in_tiles(format: str, head_dim: int, target: str, rows: int, varia
         options["maxnreg"] = launch.registers
     name = " ".join(filter(None, [f"tiles {format} {head_dim}", variant, f"{rows} rows"]))
     return Job(name, kernel, types, constants, target, options, may_spill=True)
+
+
+def attention_to_dense(head_dim: int, target: str, causal: bool) -> Job:
+    layout = NVMMASharedLayout(128, 16, rank=4)
+    tiles = f"tensordesc<bf16[1, 1, {gluon_dense.TILE}, {head_dim}],{layout!r}>"
+    types: dict[str, str | Types] = {"query": "*bf16", "keys": tiles, "values": tiles, "out": "*bf16", "lse": "*fp32"}
+    types |= {"query_strides": ("i32",) * 3, "scaling": "fp32"}
+    constants = {"CAUSAL": causal, "D": head_dim, "R": gluon_dense.ROWS, "T": gluon_dense.TILE, "ARCH": TARGETS[target].arch}
+    name = f"dense {head_dim}{' causal' * causal}"
+    return Job(name, gluon_dense.attend_dense_kernel, types, constants, target, {"num_warps": gluon_dense.WARPS})
 
 
 def attention_to_latents(format: str, target: str, rows: int = 128, variant: str = "", launch: Launch | None = None) -> Job:
@@ -438,6 +453,8 @@ def jobs(everything: bool) -> Iterator[Job]:
             if format != "identity":
                 yield attention_in_tiles(format, 128, target, 128)
                 yield attention_in_tiles(format, 128, target, 128, "blocks")
+        if target == "sm_90":
+            yield from (attention_to_dense(head_dim, target, causal) for head_dim, causal in ((128, False), (128, True), (64, True)))
         yield queries_of_latents(target)
         yield choosing(4096, target)
         yield from fetching(target)
@@ -517,9 +534,11 @@ class Look:
     loop: list[str]
     after_waits: list[str]
     """The instructions that follow waits for all products but the last."""
+    overwritten: list[str] | None
+    """As `machine_code.overwritten`."""
 
     def count(self, *starts: str) -> int:
-        return sum(op.startswith(starts) for op in self.loop)
+        return sum(instruction.startswith(starts) for instruction in self.loop)
 
 
 def look(cubin: bytes) -> Look:
@@ -533,23 +552,8 @@ def look(cubin: bytes) -> Look:
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     assert found, usage
     after_waits = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1 ;\s*/\*\w+\*/\s+(\S+)", code)
-    return Look(*map(int, found.groups()), max(_loops(code), key=len, default=[]), after_waits)
-
-
-def _loops(code: str) -> Iterator[list[str]]:
-    """Instructions from a label to a branch back to it, where no other loop lies between."""
-    labels: dict[str, int] = {}
-    ops: list[str] = []
-    last = -1
-    for line in code.splitlines():
-        if label := re.match(r"\s*(\.L_\w+):", line):
-            labels[label[1]] = len(ops)
-        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)(.*?);", line):
-            ops.append(instruction[1])
-            if instruction[1].startswith("BRA") and (to := re.search(r"\((\.L_\w+)\)", instruction[2])) and to[1] in labels:
-                if labels[to[1]] > last:
-                    yield ops[labels[to[1]] :]
-                last = max(last, labels[to[1]])
+    innermost = list(loops(code))
+    return Look(*map(int, found.groups()), max(innermost, key=len, default=[]), after_waits, overwritten(innermost))
 
 
 def main() -> None:
@@ -575,8 +579,9 @@ def main() -> None:
             continue
         seen = look(kernel.asm["cubin"])
         bad = not job.may_spill and (seen.stack > GREATEST_STACK or (seen.loop and (seen.local > 0 or seen.count("STL") > 0)))
-        if job.kernel is gluon_tiles.attend_tiles_kernel:
-            bad = not seen.after_waits or any(not op.startswith("BAR.SYNC") for op in seen.after_waits)
+        bad = bad or bool(seen.overwritten)
+        if job.kernel in IN_TURNS:
+            bad = bad or seen.overwritten is None or {op[:8] for op in seen.after_waits} != {"BAR.SYNC"}
         failures += bool(bad)
         print(
             line,

@@ -16,6 +16,7 @@ from qkvcache import CompressedCache, H2OCache
 from qkvcache.attention import CompressedKV, install, installed, uninstall
 from qkvcache.attention.route import MAX_QUERIES, NAME, route
 from qkvcache.kernels import attend
+from qkvcache.kernels.attend.chunked import attend_chunked
 from qkvcache.layers.compressed import CompressedLayer
 from tests.matrix import FORMATS, model
 from tests.processes import Program
@@ -200,6 +201,26 @@ def test_many_queries_decode_no_layer(name):
     wanted = attend(query, key.attention_inputs, mask, causal=mask is None).transpose(1, 2)
     assert outs[0].is_contiguous()
     assert_close(outs[0], wanted, 1e-5)
+
+
+@pytest.mark.parametrize(("name", "softcap", "chunks"), [("causal", None, True), ("padded", None, False), ("causal", 3.0, False)])
+def test_chunks_take_the_place_of_tiles_that_they_outrun(name, softcap, chunks, monkeypatch):
+    """Where no column is hidden, and without a softcap."""
+    taken = []
+
+    def chunked(*args, **options):
+        taken.append(args)
+        return attend_chunked(*args, **options)
+
+    monkeypatch.setattr("qkvcache.attention.route.path_of", lambda *_: "tiles")
+    monkeypatch.setattr("qkvcache.attention.route.attend_chunked", chunked)
+    key, value = handles(9)
+    query, mask = torch.randn(2, 4, 9, 32), masks_of(9, 39)[name]
+    wanted = attend(query, key.attention_inputs, mask, softcap=softcap).transpose(1, 2)
+    for faster in (False, True):
+        monkeypatch.setattr("qkvcache.attention.route.outruns_tiles", lambda *_, faster=faster: faster)
+        assert_close(route(recorder()[0], NAME, MODULE, query, key, value, mask, softcap=softcap)[0], wanted, 1e-5)
+        assert bool(taken) == (chunks and faster)
 
 
 def test_a_mask_that_is_written_again_is_looked_at_again():

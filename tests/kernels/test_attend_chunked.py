@@ -176,3 +176,55 @@ def test_what_torch_has_no_attention_for():
     assert supports(query, held)
     assert not supports(query.double(), held)
     assert not supports(query.half() if torch.float32 == DTYPE else query.float(), held)
+
+
+def dense(query, key, value, scaling, queries=None):
+    """As `gluon_dense.attend`, in torch."""
+    scores = query.float() @ key.float().mT * scaling
+    rows, tokens = scores.shape[2:]
+    if queries is not None:
+        newest = tokens - queries + torch.arange(rows, device=DEVICE) % queries
+        scores = scores.masked_fill(torch.arange(tokens, device=DEVICE) > newest[:, None], float("-inf"))
+    size = tokens if queries is not None else -(-tokens // 2)
+    parts = zip(scores.split(size, dim=3), value.split(size, dim=2), strict=True)
+    return [((s.softmax(-1) @ v.float()).to(query.dtype), s.logsumexp(-1)) for s, v in parts]
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
+def test_chunks_on_hopper(format, hidden, monkeypatch):
+    """Each part of the tokens without hidden columns goes to the kernel for Hopper, which returns several outputs; others do not."""
+    served = []
+    monkeypatch.setattr(attend_chunked_module, "on_hopper", lambda *_: True)
+    monkeypatch.setattr(attend_chunked_module, "gluon_attend", lambda *args: served.append(args[1].shape[2]) or dense(*args))
+    held, query = attention_inputs(format, 300, 9), torch.randn(2, 8, 9, 64, device=DEVICE, dtype=DTYPE)
+    columns = torch.arange(309, device=DEVICE).expand(2, -1) < 100 if hidden else None  # all 4 sinks, and 96 tokens
+    shown = None if columns is None else ~columns[:, None, None]
+    options = {"scaling": 0.3, "sinks": torch.randn(8, device=DEVICE)}
+    out = attend_chunked(query, held, columns, shown_from=100 if hidden else None, chunk_tokens=192, **options)[0]
+    close(out, attend(query, held, shown, causal=True, **options))
+    assert served == ([96, 71, 42] if hidden else [192, 71, 46])
+    served.clear()
+    close(attend_chunked(query, held, softcap=2.0)[0], attend(query, held, causal=True, softcap=2.0))
+    assert not served
+
+
+def test_what_the_kernel_for_hopper_serves(monkeypatch):
+    """Vectors of 64 or 128 contiguous channels of 16 bits at addresses that 16 divides, from so many rows of a KV head on."""
+    launches = attend_chunked_module.module("attend.launches")
+    monkeypatch.setattr(attend_chunked_module, "on_triton", lambda device: True)
+    monkeypatch.setattr(launches, "knows_gluon", lambda *_: True)
+    monkeypatch.setattr(launches, "architecture", lambda device: (90, 132))
+
+    def served(x: torch.Tensor, query: torch.Tensor | None = None) -> bool:
+        return attend_chunked_module.on_hopper(x if query is None else query, x, x)
+
+    x = torch.zeros(2, 2, 9, 128, dtype=torch.bfloat16)
+    assert served(x) and served(x.half()) and served(x[..., :64]) and served(x.transpose(1, 2))
+    assert not served(x.float()) and not served(x[..., :96]) and not served(x[..., ::2])
+    assert not served(x[..., 4:68]) and served(x[..., 8:72]) and not served(x.new_zeros(2, 2, 9, 132)[..., :128])
+    assert served(x, x.new_zeros(2, 2, 9, 132)[..., :128])  # queries may be anywhere
+    query = torch.zeros(1, 8, 257, 64, dtype=torch.bfloat16)
+    assert attend_chunked_module.outruns_tiles(query, 2) and not attend_chunked_module.outruns_tiles(query[:, :, :256], 2)
+    monkeypatch.setattr(launches, "architecture", lambda device: (100, 132))
+    assert not served(x)
