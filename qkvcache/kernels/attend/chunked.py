@@ -44,8 +44,8 @@ MERGED_PARTS = 8
 """The number of parts from which on they are merged. The outputs of more parts would take more memory than a
 dense layer."""
 FEWEST_DENSE_ROWS = 1025
-"""Query rows of a KV head from which on dequantizing for `gluon_dense.py` is faster than attention to codes in tiles: on an H200, of 1,024
-as of 2,048 rows (`"what": "new tokens in chunks` in `eval/results/past.jsonl`)."""
+"""Query rows of a KV head from which on dequantizing for `gluon_dense.py` is faster than attention to codes in tiles, which takes less
+memory: of 1,024 rows it takes .94 to 1.01 of the time on an H200 (`"what": "new tokens in chunks` in `eval/results/past.jsonl`)."""
 
 
 Fill = Callable[[Pair], None]
