@@ -28,7 +28,7 @@ from .gluon_tiles import (
     product_layout,
     tile_layout,
     wait_at,
-)  # fmt: skip
+)
 from .launches import TILES_COST, architecture
 from .triton_attend import LOG2E
 
@@ -130,9 +130,8 @@ def _hide_later(s, token, t, high, seen, STEP: gl.constexpr):
 def _attend(q, tiles, low, high, scaling, results, seen, HIDE: gl.constexpr, ARCH: gl.constexpr):
     """Attention of the rows of `q`, shared [R, D], to the tokens from `low` to `high`, which `_produce` copies.
 
-    results        outputs, log-sum-exps, the first row of the program in both, and the rows that there are
-    seen, HIDE     as in `attend_in_turns`; but `seen` has, for `_hide_later`, the row of the queries' first one, the queries, the tokens
-                   before the first of them, and the oldest token of a query
+    results    outputs, log-sum-exps, the first row of the program in both, and the rows that there are
+    seen       for `_hide_later`: the first row, the queries, the tokens before them, and the oldest token of a query
     """
     out, lse, entry, live = results
     R: gl.constexpr = q.shape[0]
