@@ -588,6 +588,7 @@ def main() -> None:
             f"registers {seen.registers:3d}  stack {seen.stack:3d}  local {seen.local:3d}  shared {kernel.metadata.shared:6d}  "
             f"loop {len(seen.loop):4d}  I2F {seen.count('I2F'):2d}  STS16 {seen.count('STS.U16'):2d}  STL {seen.count('STL'):2d}",
             "  FAILED" if bad else "",
+            *(f"\n    overwrites what a product reads: {instruction}" for instruction in seen.overwritten or ()),
             flush=True,
         )
     sys.exit(failures > 0)

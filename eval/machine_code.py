@@ -28,8 +28,8 @@ def loops(code: str) -> Iterator[list[str]]:
 
 
 def overwritten(innermost: Iterable[list[str]]) -> list[str] | None:
-    """Instructions of loops that write to registers which a product still reads. It counts loops in which some products read registers and
-    some run on after a wait. None: there is no such loop."""
+    """Instructions of loops that write to registers which a product still reads. Only loops count in which a product reads registers and a
+    product runs on after a wait. None: there is no such loop. Code after a loop is not looked at."""
     counted = [loop for loop in innermost if any(map(_FROM_REGISTERS.match, loop)) and any(map(_runs_on, loop))]
     return [instruction for loop in counted for instruction in dict.fromkeys(_overwritten(loop))] if counted else None
 
@@ -56,10 +56,10 @@ def _overwritten(loop: list[str]) -> Iterator[str]:
 def _written(instruction: str) -> range:
     """The registers to which an instruction writes."""
     to = re.match(r"(\S+) (?:P[\dT], )?R(\d+)", instruction)
-    if not to or to[1].startswith("BAR."):  # a barrier's number is read
+    if not to or to[1].startswith(("BAR.", "WARPSYNC", "NANOSLEEP", "BRX", "RET")):  # they read their first register
         return range(0)
     if product := re.match(r"HGMMA\.64x(\d+)", to[1]):
         count = int(product[1]) // 2
     else:
-        count = 4 if re.search(r"\.128|88\.4", to[1]) else 2 if re.search(r"\.64|88\.2|WIDE|CS2R$", to[1]) else 1
+        count = 4 if re.search(r"\.128|88\.4|^[HI]MMA\.", to[1]) else 2 if re.search(r"\.64|88\.2|WIDE|CS2R$", to[1]) else 1
     return range(int(to[2]), int(to[2]) + count)

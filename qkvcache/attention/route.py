@@ -4,8 +4,8 @@ The first cache calls `install`; importing the library changes nothing. `route` 
 values (`CompressedKV`), the mask and the model's keywords:
 
     sdpa, flash, flex, qkvcache   the path of the table in `path_of`: few queries attend on the codes; many attend on the
-                                  codes in tiles or, if there is no kernel, on chunks of the past that are
-                                  dequantized one at a time. The layer is dequantized for the stock kernel if
+                                  codes in tiles or, where that is slower or there is no kernel, on chunks of the
+                                  past that are dequantized one at a time. The layer is dequantized for the stock kernel if
                                   the mask is not just causality and padding
     eager, and those that users   the function itself, which may have semantics of its own; its two matmuls, or torch's
     register                      `scaled_dot_product_attention`, run on the codes (`compressed_kv.py`)
@@ -130,8 +130,8 @@ def path_of(implementation: str, query: Tensor, attention_inputs: AttentionInput
                      In torch, the scores of more queries, in fp32, would exceed a dequantized layer.
         tiles    more rows, where `attends_in_tiles`, if the outputs in fp32 have at most CHUNK_BYTES
                      A code is dequantized once for up to 128 rows. Larger outputs would take more memory than chunks.
-        chunks   eager inference in dtypes of flash attention, without a softcap under flash and flex; and where it `outruns_tiles`, if no
-                 column is hidden
+                     `_attend_on_codes` takes chunks instead where they are faster (`outruns_tiles`) and no column is hidden.
+        chunks   eager inference in dtypes of flash attention, without a softcap under flash and flex
                      Memory is bounded. In torch a softcap is slow, which those two have in their kernels.
         dense    everything else
                      The model's own function has every option, and gradients.

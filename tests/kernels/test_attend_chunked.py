@@ -195,7 +195,7 @@ def dense(query, key, value, scaling, queries=None):
 def test_chunks_on_hopper(format, hidden, monkeypatch):
     """Each part of the tokens without hidden columns goes to the kernel for Hopper, which returns several outputs; others do not."""
     served = []
-    monkeypatch.setattr(attend_chunked_module, "on_hopper", lambda *_: True)
+    monkeypatch.setattr(attend_chunked_module, "serves_dense", lambda *_: True)
     monkeypatch.setattr(attend_chunked_module, "gluon_attend", lambda *args: served.append(args[1].shape[2]) or dense(*args))
     held, query = attention_inputs(format, 300, 9), torch.randn(2, 8, 9, 64, device=DEVICE, dtype=DTYPE)
     columns = torch.arange(309, device=DEVICE).expand(2, -1) < 100 if hidden else None  # all 4 sinks, and 96 tokens
@@ -217,10 +217,11 @@ def test_what_the_kernel_for_hopper_serves(monkeypatch):
     monkeypatch.setattr(launches, "architecture", lambda device: (90, 132))
 
     def served(x: torch.Tensor, query: torch.Tensor | None = None) -> bool:
-        return attend_chunked_module.on_hopper(x if query is None else query, x, x)
+        return attend_chunked_module.serves_dense(x if query is None else query, x, x)
 
     x = torch.zeros(2, 2, 9, 128, dtype=torch.bfloat16)
     assert served(x) and served(x.half()) and served(x[..., :64]) and served(x.transpose(1, 2))
+    assert not attend_chunked_module.serves_dense(x, x.float(), x) and not attend_chunked_module.serves_dense(x, x, x[..., :64])
     assert not served(x.float()) and not served(x[..., :96]) and not served(x[..., ::2])
     assert not served(x[..., 4:68]) and served(x[..., 8:72]) and not served(x.new_zeros(2, 2, 9, 132)[..., :128])
     assert served(x, x.new_zeros(2, 2, 9, 132)[..., :128])  # queries may be anywhere

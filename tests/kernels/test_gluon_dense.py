@@ -83,7 +83,7 @@ def test_in_chunks(format, chunk, hidden, monkeypatch):
     monkeypatch.setattr(chunked, "gluon_attend", lambda *args: served.append(args) or attend(*args))
     out, lse = chunked.attend_chunked(query, inputs, **options)
     assert served
-    monkeypatch.setattr(chunked, "on_hopper", lambda *_: False)
+    monkeypatch.setattr(chunked, "serves_dense", lambda *_: False)
     expected, expected_lse = chunked.attend_chunked(query, inputs, **options)
     torch.testing.assert_close(out, expected, atol=1e-2 * expected.abs().max().item(), rtol=0)
     torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-4)

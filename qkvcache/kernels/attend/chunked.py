@@ -41,11 +41,12 @@ CHUNK_TOKENS, CHUNK_BYTES = 65536, 512 * 2**20
 BLOCK = 2**24
 """The most scores in memory at a time where torch computes them."""
 MERGED_PARTS = 8
-"""The number of parts from which on they are merged. The outputs of more parts would take more memory than a
-dense layer."""
+"""The number of parts from which on they are merged. Up to 7 wait while a chunk adds up to 8: the outputs of more would take more memory
+than a dense layer."""
 FEWEST_DENSE_ROWS = 1025
-"""Query rows of a KV head from which on dequantizing for `gluon_dense.py` is faster than attention to codes in tiles, which takes less
-memory: of 1,024 rows it takes .94 to 1.01 of the time on an H200 (`"what": "new tokens in chunks` in `eval/results/past.jsonl`)."""
+"""Query rows of a KV head from which on attention to dequantized chunks by `gluon_dense.py` takes less time than attention to codes in
+tiles, which takes less memory. On an H200, after 32,768 tokens of 128 channels, chunks take .94 to 1.01 of the time of tiles at 1,024 rows
+and .89 to 1.01 at 1,280 (`"what": "new tokens in chunks` in `eval/results/past.jsonl`). Nobody measured shorter pasts."""
 
 
 Fill = Callable[[Pair], None]
@@ -189,7 +190,7 @@ def attend_chunked(
             if hidden is not None and column < masked:
                 bias = hidden_bias(_by_head(hidden)[:, :, None, column : column + shown], query.dtype)
                 parts.append(library_attention(rotated, keys, values, bias, unrotated, softcap))
-            elif softcap is None and on_hopper(rotated, keys, values):
+            elif softcap is None and serves_dense(rotated, keys, values):
                 parts += gluon_attend(rotated, keys, values, unrotated)
             else:
                 parts.append(library_attention(rotated, keys, values, None, unrotated, softcap))
@@ -286,9 +287,11 @@ def library_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | 
     return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, scale=scaling)[:2]
 
 
-def on_hopper(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def serves_dense(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether `gluon_dense.attend` serves these tensors."""
     if not on_triton(query.device) or query.dtype not in (torch.float16, torch.bfloat16) or query.shape[3] not in (64, 128):
+        return False
+    if any(x.dtype != query.dtype or x.shape[3] != query.shape[3] for x in (key, value)):
         return False
     fused = module("attend.launches")
     if fused.architecture(query.device)[0] // 10 != 9 or not fused.knows_gluon(*fused.GLUON_OF_TILES):
@@ -304,7 +307,7 @@ def gluon_attend(*args: Any) -> list[Part]:
 
 def outruns_tiles(query: Tensor, heads: int) -> bool:
     """Whether attention in chunks to tokens of which none is hidden is faster than in tiles."""
-    return query.shape[1] // heads * query.shape[2] >= FEWEST_DENSE_ROWS and on_hopper(query, query, query)
+    return query.shape[1] // heads * query.shape[2] >= FEWEST_DENSE_ROWS and serves_dense(query, query, query)
 
 
 def most_tokens(query: Tensor, heads: int) -> int:
@@ -341,7 +344,7 @@ def causal_attention(
 ) -> list[Part]:
     """Attention over the exact tokens `[B, H, T, D]`, of which the last `Q` are the queries' own."""
     queries, tokens = query.shape[2], key.shape[2]
-    if hidden is None and softcap is None and on_hopper(folded, key, value):
+    if hidden is None and softcap is None and serves_dense(folded, key, value):
         return gluon_attend(folded, key, value, scaling, queries)
     if query.is_cuda and hidden is None and softcap is None:
         # Causal means aligned with the last key in this operator. It serves the heads of a group without copies.

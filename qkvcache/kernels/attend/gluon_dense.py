@@ -40,9 +40,9 @@ _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float, queries: int | None = None) -> list[tuple[Tensor, Tensor]]:
-    """Attention of queries `[B, H, R, D]` to keys and values `[B, H, T, D]`, all in fp16 or in bf16, with 64 or 128 contiguous channels at
-    addresses that 16 divides. It is causal if `queries` is given: row `r` belongs to that one of the last `queries` tokens which has the
-    number `r % queries`.
+    """Attention of queries `[B, H, R, D]` to keys and values `[B, H, T, D]`, all in fp16 or all in bf16: D is 64 or 128, channels are
+    contiguous, and 16 divides the addresses and the strides, in bytes, of keys and values. `scaling` is positive. Without `queries`, each
+    row sees all tokens. With it, row `r` is token `T - queries + r % queries`, and sees no later token.
 
     Returns for each of one to eight parts of the tokens the output `[B, H, R, D]` in the dtype of the queries, and the log-sum-exp, fp32
     `[B, H, R]`."""
@@ -51,7 +51,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float, queries: i
     blocks = -(-rows // ROWS)
     splits = 1 if queries is not None else splits_of(tokens, batch * heads * blocks, processors)
     each = -(-tokens // (splits * TILE)) * TILE
-    splits = -(-tokens // each)
     out = query.new_empty(splits, *query.shape)
     lse = torch.empty(out.shape[:4], dtype=torch.float32, device=query.device)
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
@@ -65,14 +64,17 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float, queries: i
 
 
 def splits_of(tokens: int, panels: int, processors: int) -> int:
-    """Splits of the tokens that leave the fewest multiprocessors without work while the last programs run; a program fills one. `panels`:
-    blocks of query rows of all heads. Another kernel merges the outputs of each number of parts: therefore few numbers are possible."""
-    return min((1, 2, 4, 8), key=lambda n: -(-panels * n // processors) * (tokens / n + TILES_COST))
+    """The number of splits of the tokens, 1, 2, 4 or 8, that takes the least time; a program fills a multiprocessor. `panels`: blocks of
+    query rows of all heads. Other numbers would be merged with parts without weight (`triton_merge.py`)."""
+    tiles = -(-tokens // TILE)
+    possible = (n for n in (1, 2, 4, 8) if -(-tiles // -(-tiles // n)) == n)
+    return min(possible, key=lambda n: -(-panels * n // processors) * (tokens / n + TILES_COST))
 
 
 @gluon.jit
 def _copy(vectors, bh, at, into, copied_all):
-    """Copies the tokens from `at` on of a row's head to `into`, shared [T, D]; `copied_all`: the barrier that completes then."""
+    """Copies the tokens from `at` on of `bh`, a row and a head, to `into`, shared [T, D]. `vectors`: a descriptor of [B, H, tokens, D];
+    `copied_all`: the barrier that completes then."""
     T: gl.constexpr = into.shape[0]
     D: gl.constexpr = into.shape[1]
     mbarrier.expect(copied_all, 2 * T * D)
@@ -92,7 +94,8 @@ def _produce(tiles, copies, low, high, bh, keys, values, GROUPS: gl.constexpr):
     """Copies the tokens from `low` to `high`, tile after tile, for GROUPS groups of `attend_in_turns`. Keys are one tile ahead of values,
     and have one tile more, whose scores nobody reads.
 
-    copies         barriers, shared [4, 1], of tiles of keys, and then of values: a tile has the second or the first of two in turn
+    tiles          keys and values, shared [2, T, D] and [3, T, D]
+    copies         barriers, shared [4, 1]: two that tiles of keys take in turn, then two that tiles of values take in turn
     bh             row and head               keys, values    as in the kernel
     """
     k, v = tiles
@@ -118,8 +121,8 @@ def _produce(tiles, copies, low, high, bh, keys, values, GROUPS: gl.constexpr):
 
 @gluon.jit
 def _hide_later(s, token, t, high, seen, STEP: gl.constexpr):
-    """Scores `s` of the tokens `token + t` without later ones than those of the queries. `seen`: the newest token of each row, int [R], and
-    the oldest of these."""
+    """Scores `s` of the tokens `token + t`, -inf where a token is later than the token of the row. `seen`: the token of each row, int [R],
+    and the first of these tokens."""
     newest, oldest = seen
     if token + s.shape[1] > oldest + 1:
         s = hidden(s, ((token + t)[None, :] <= newest[:, None]).to(gl.int32))
@@ -155,16 +158,18 @@ def attend_dense_kernel(
     query, keys, values, out, lse, query_strides, scaling, rows, tokens, each, heads, queries,
     CAUSAL: gl.constexpr, D: gl.constexpr, R: gl.constexpr, T: gl.constexpr, ARCH: gl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of R query rows, B * H, splits of `each` tokens; one split if CAUSAL); 2 * R threads and those of PRODUCERS.
+    """Grid (blocks of R query rows, B * H, splits of `each` tokens; one split if CAUSAL); 2 * R threads and the threads of PRODUCERS.
 
     query          [B, H, rows, D] in 16 bits, its strides over the first three dimensions, in elements; channels contiguous
     keys, values   descriptors of tensors [B, H, tokens, D] of that dtype, in tiles of T tokens
     out            [splits, B, H, rows, D], contiguous, of that dtype
     lse            fp32 [splits, B, H, rows], contiguous: log-sum-exps
-    queries        tokens at the end, if CAUSAL: those of rows in turn, which see no later ones
+    each           tokens of a split, a multiple of T            heads    H
+    scaling        factor on the scores, positive
+    queries        with CAUSAL, row `r` is token `tokens - queries + r % queries`, and sees no later token; else nothing reads it
     """
     LOADED: gl.constexpr = copied(D, R // 16)
-    block = gl.num_programs(0) - 1 - gl.program_id(0)  # late queries, which see the most tokens, first
+    block = gl.num_programs(0) - 1 - gl.program_id(0)  # the last rows, which see the most tokens of their head, first
     bh = gl.program_id(1)
     b = bh // heads
     h = bh % heads
@@ -181,7 +186,7 @@ def attend_dense_kernel(
     HIDE: gl.constexpr = _hide_later if CAUSAL else hide_end
     row = gl.minimum(first + gl.arange(0, R, gl.SliceLayout(1, LOADED)), rows - 1)
     query += b.to(gl.int64) * query_strides[0] + h.to(gl.int64) * query_strides[1]
-    at = (row * query_strides[2])[:, None] + gl.arange(0, D, gl.SliceLayout(0, LOADED))[None, :]
+    at = (row.to(gl.int64) * query_strides[2])[:, None] + gl.arange(0, D, gl.SliceLayout(0, LOADED))[None, :]
     q = gl.allocate_shared_memory(query.dtype.element_ty, [R, D], tile_layout(D), gl.load(query + at))
     tiles = (
         gl.allocate_shared_memory(keys.dtype, [2, T, D], tile_layout(D)),

@@ -62,7 +62,7 @@ GLUON_TILES = Launch(128, 1, None, 1, 4, 64, many=True), Launch(128, 1, None, 1,
 GLUON = (3, 6), (3, 10)
 """The first release of Triton whose Gluon compiles the kernels, and the first one that nobody tried: Gluon renames functions."""
 GLUON_OF_TILES = (3, 6), (3, 9)
-"""These releases for the kernel for many rows: 3.9 does not compile it for every format."""
+"""These releases for the kernel for many rows, and for `gluon_dense.py`: 3.9 does not compile the former for every format."""
 FEWEST_TILE_ROWS = 33
 """Query rows of a KV head from which on that kernel is faster than the decode kernel on an H200."""
 
@@ -215,7 +215,8 @@ def _splits(tokens: int, wanted: int, tile: int) -> int:
 MOST_SPLITS_OF_FEW = 132
 """The most splits of a row where few rows are all that the GPU reads."""
 TILES_COST = 500
-"""About the time in which a program of tiles in Gluon rotates its queries and finds the largest scales, in tokens."""
+"""About the time in which a program of tiles in Gluon rotates its queries and finds the largest scales, in tokens. A program of
+`gluon_dense.py` counts as much for its begin and end."""
 SPLIT_COST, EXACT_COST = 150, 5 / 3
 """SPLIT_COST: the time of a split beside the time of its tokens, in tokens. EXACT_COST: the time of a program of exact
 tokens, in splits without tokens. Both fit the times of 7 shapes, 5 formats and 1 to 8 splits on an H200."""

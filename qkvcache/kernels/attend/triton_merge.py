@@ -17,8 +17,13 @@ def merge(
     parts: Sequence[tuple[Tensor, Tensor]], query_heads: int, queries: int, heads: int, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Run `chunked.merge` in one launch; the output is a view of contiguous `[B, Q, Hq, Dv]`, which is what
-    transformers asks for."""
+    transformers asks for.
+
+    Another kernel merges each number of parts. Parts without weight make it a power of two, so that none is compiled anew whenever a past
+    grows by a chunk."""
     first = parts[0][0]
+    if missing := triton.next_power_of_2(len(parts)) - len(parts):
+        parts = [*parts, *[(first, torch.full_like(parts[0][1], -torch.inf))] * missing]
     batch, value_dim, groups = first.shape[0], first.shape[3], query_heads // heads
     out = torch.empty(batch, queries, query_heads, value_dim, dtype=first.dtype, device=first.device).transpose(1, 2)
     total = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=first.device)
