@@ -40,7 +40,7 @@ from qkvcache.evict.triton_sum_keys import sum_keys_kernel
 from qkvcache.formats import FP8, REGISTRY, HadaQuant, Int4, Int8, TurboQuant  # noqa: E402
 from qkvcache.formats.base import PackedLayout  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
-from qkvcache.kernels.attend import gluon_dense, gluon_tiles, triton_tiles
+from qkvcache.kernels.attend import gluon_dense, gluon_tiles, triton_merge, triton_tiles
 from qkvcache.kernels.attend.launches import GLUON_TILES, OF_SHARED, Launch, launched, launched_in_tiles, of_blocks
 from qkvcache.kernels.attend.triton_attend import attend_kernel
 from qkvcache.kernels.attend.triton_join import joining, reduce_kernel, rotate_kernel
@@ -182,6 +182,14 @@ def attention_to_dense(head_dim: int, target: str, causal: bool) -> Job:
     constants = {"CAUSAL": causal, "D": head_dim, "R": gluon_dense.ROWS, "T": gluon_dense.TILE, "ARCH": TARGETS[target].arch}
     name = f"dense {head_dim}{' causal' * causal}"
     return Job(name, gluon_dense.attend_dense_kernel, types, constants, target, {"num_warps": gluon_dense.WARPS})
+
+
+def merging(target: str) -> Job:
+    """Three parts and one that nobody reads, folded and not."""
+    types: dict[str, str | Types] = {"outs": ("*bf16",) * 4, "lses": ("*fp32",) * 4, "strides": (("i32",) * 6,) * 4}
+    types |= {"sinks": "*bf16", "out": "*bf16", "totals": "*fp32"}
+    constants = {"G": 4, "D": 128, "P": 128, "R": triton_merge.ROWS, "FOLDED": (1, 1, 0, 1), "SINKS": True}
+    return Job("merge 4 parts 128", triton_merge._merge_kernel, types, constants, target, {"num_warps": 4})
 
 
 def attention_to_latents(format: str, target: str, rows: int = 128, variant: str = "", launch: Launch | None = None) -> Job:
@@ -455,6 +463,7 @@ def jobs(everything: bool) -> Iterator[Job]:
                 yield attention_in_tiles(format, 128, target, 128, "blocks")
         if target == "sm_90":
             yield from (attention_to_dense(head_dim, target, causal) for head_dim, causal in ((128, False), (128, True), (64, True)))
+        yield merging(target)
         yield queries_of_latents(target)
         yield choosing(4096, target)
         yield from fetching(target)

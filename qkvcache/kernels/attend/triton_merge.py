@@ -19,11 +19,9 @@ def merge(
     """Run `chunked.merge` in one launch; the output is a view of contiguous `[B, Q, Hq, Dv]`, which is what
     transformers asks for.
 
-    Another kernel merges each number of parts. Parts without weight make it a power of two, so that none is compiled anew whenever a past
-    grows by a chunk."""
-    first = parts[0][0]
-    if missing := triton.next_power_of_2(len(parts)) - len(parts):
-        parts = [*parts, *[(first, torch.full_like(parts[0][1], -torch.inf))] * missing]
+    The kernel is compiled for powers of two of parts, not anew whenever a past grows by a chunk."""
+    first, count = parts[0][0], len(parts)
+    parts = [*parts, *parts[:1] * (triton.next_power_of_2(count) - count)]  # nobody reads the last ones
     batch, value_dim, groups = first.shape[0], first.shape[3], query_heads // heads
     out = torch.empty(batch, queries, query_heads, value_dim, dtype=first.dtype, device=first.device).transpose(1, 2)
     total = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=first.device)
@@ -33,15 +31,15 @@ def merge(
     grid = (-(-groups * queries // ROWS), batch * heads)
     with torch.cuda.device_of(first):
         _merge_kernel[grid](
-            outs, lses, strides, first if sinks is None else sinks, out, *out.stride()[:3], total, groups * queries, queries, heads,
+            outs, lses, strides, first if sinks is None else sinks, out, *out.stride()[:3], total, groups * queries, queries, heads, count,
             G=groups, D=value_dim, P=triton.next_power_of_2(value_dim), R=ROWS, FOLDED=folded, SINKS=sinks is not None,
         )  # fmt: skip
     return out, total
 
 
-@triton.jit(do_not_specialize=["rows", "queries", "heads"])
+@triton.jit(do_not_specialize=["rows", "queries", "heads", "count"])
 def _merge_kernel(
-    outs, lses, strides, sinks, out, ob, oh, oq, totals, rows, queries, heads,
+    outs, lses, strides, sinks, out, ob, oh, oq, totals, rows, queries, heads, count,
     G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, R: tl.constexpr, FOLDED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merges attention over parts of the tokens, and the sinks, by their log-sum-exps. Grid (blocks of R query rows, B * H).
@@ -56,6 +54,7 @@ def _merge_kernel(
     out      [B, H * G, queries, D] in the model's dtype: ob, oh, oq over its first three dimensions
     totals   fp32 [B, H * G, queries], contiguous: the log-sum-exp of all parts and the sink
     rows     `G * queries`                P   `D`, padded to a power of two
+    count    parts that are read
     """
     r = tl.program_id(0) * R + tl.arange(0, R)
     b = (tl.program_id(1) // heads).to(tl.int64)
@@ -69,21 +68,22 @@ def _merge_kernel(
     total = tl.zeros([R], tl.float32)
     acc = tl.zeros([R, P], tl.float32)
     for i in tl.static_range(len(outs)):
-        sb, sh, sr, lb, lh, lr = strides[i]
-        if FOLDED[i]:
-            at = b * sb + h * sh + r.to(tl.int64) * sr
-            at_lse = b * lb + h * lh + r.to(tl.int64) * lr
-        else:
-            at = b * sb + head.to(tl.int64) * sh + query.to(tl.int64) * sr
-            at_lse = b * lb + head.to(tl.int64) * lh + query.to(tl.int64) * lr
-        lse = tl.load(lses[i] + at_lse, mask=live, other=0.0)
-        x = tl.load(outs[i] + at[:, None] + c[None, :], mask=inside, other=0.0).to(tl.float32)
-        higher = tl.maximum(top, lse)
-        shrink = tl.exp(top - higher)
-        weight = tl.exp(lse - higher)
-        acc = acc * shrink[:, None] + x * weight[:, None]
-        total = total * shrink + weight
-        top = higher
+        if i < count:
+            sb, sh, sr, lb, lh, lr = strides[i]
+            if FOLDED[i]:
+                at = b * sb + h * sh + r.to(tl.int64) * sr
+                at_lse = b * lb + h * lh + r.to(tl.int64) * lr
+            else:
+                at = b * sb + head.to(tl.int64) * sh + query.to(tl.int64) * sr
+                at_lse = b * lb + head.to(tl.int64) * lh + query.to(tl.int64) * lr
+            lse = tl.load(lses[i] + at_lse, mask=live, other=0.0)
+            x = tl.load(outs[i] + at[:, None] + c[None, :], mask=inside, other=0.0).to(tl.float32)
+            higher = tl.maximum(top, lse)
+            shrink = tl.exp(top - higher)
+            weight = tl.exp(lse - higher)
+            acc = acc * shrink[:, None] + x * weight[:, None]
+            total = total * shrink + weight
+            top = higher
     if SINKS:
         sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32)
         higher = tl.maximum(top, sink)
