@@ -544,7 +544,7 @@ class Look:
     after_waits: list[str]
     """The instructions that follow waits for all products but the last."""
     overwritten: list[str] | None
-    """As `machine_code.overwritten`."""
+    """What `machine_code.overwritten` returns."""
 
     def count(self, *starts: str) -> int:
         return sum(instruction.startswith(starts) for instruction in self.loop)

@@ -1,4 +1,4 @@
-"""What `compile_kernels.py` looks for in a listing of `nvdisasm`."""
+"""Finds loops, and writes to registers that a product still reads, in a listing of `nvdisasm`, for `compile_kernels.py`."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ import pytest
 rooms = pytest.importorskip("rooms")  # eval/rooms.py
 
 ROOT = Path(__file__).parent.parent
-CORE_LINES = 15_268
+CORE_LINES = 15_267
 """The core has at most so many lines of at most 110 columns; 10,500 is the target. The kernels in Gluon for many query rows and what
-reads pages for them take 1,123 of them. The last 322 lines came with the kernel for dequantized chunks, its calls and the shared loop."""
+reads pages for them take 1,123 of them. The last 321 lines came with the kernel for dequantized chunks, its calls and the shared loop."""
 PARAMETERS = 45
 """Of a device function."""
 FIELDS = 10

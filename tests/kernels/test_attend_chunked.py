@@ -179,7 +179,7 @@ def test_what_torch_has_no_attention_for():
 
 
 def dense(query, key, value, scaling, queries=None):
-    """As `gluon_dense.attend`, in torch."""
+    """Computes what `gluon_dense.attend` returns, in torch."""
     scores = query.float() @ key.float().mT * scaling
     rows, tokens = scores.shape[2:]
     if queries is not None:

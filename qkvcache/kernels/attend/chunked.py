@@ -186,14 +186,13 @@ def attend_chunked(
         under_mask = min(max(masked - column, 0), count)
         counts = [part for part in (under_mask, count - under_mask) if part]
         for keys, values in zip(*(x[:, :, :count].split(counts, dim=2) for x in scratch), strict=True):
-            shown = keys.shape[2]
+            shown, bias = keys.shape[2], None
             if hidden is not None and column < masked:
                 bias = hidden_bias(_by_head(hidden)[:, :, None, column : column + shown], query.dtype)
-                parts.append(library_attention(rotated, keys, values, bias, unrotated, softcap))
-            elif softcap is None and serves_dense(rotated, keys, values):
+            if bias is None and softcap is None and serves_dense(rotated, keys, values):
                 parts += gluon_attend(rotated, keys, values, unrotated)
             else:
-                parts.append(library_attention(rotated, keys, values, None, unrotated, softcap))
+                parts.append(library_attention(rotated, keys, values, bias, unrotated, softcap))
             column += shown
             if len(parts) >= MERGED_PARTS:
                 parts = [merge_parts(parts, query_heads, queries, heads, None)]
